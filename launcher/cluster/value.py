@@ -1,0 +1,147 @@
+"""The Cluster value: hosts, their slots, and the accelerator; built from a hostfile, Slurm or this machine.
+
+`resolve` is called once, when a plan is built; everything later reads the value.
+Must never connect to a host (preflight does) and never guess a host the user did not name.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import env
+from launcher.cluster.filters import apply_filters
+from launcher.cluster.hostfile import parse_hostfile
+from launcher.cluster.slurm import slurm_hosts
+from launcher.errors import Problem, UserError
+from launcher.schema import ClusterSection
+
+DEFAULT_CPU_PROCS = 2
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: name as DeepSpeed reaches it, ids of the slots used on it (one process each)."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts in rank order. `local`: started on this machine without SSH."""
+
+    hosts: tuple[Host, ...]
+    accelerator: str
+    local: bool
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks: one per slot."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    @property
+    def slots_per_host(self) -> int | None:
+        """Slots of each host when all have as many, else None."""
+        counts = {len(host.slots) for host in self.hosts}
+        return counts.pop() if len(counts) == 1 else None
+
+    def rank_hosts(self) -> list[str]:
+        """Host name of every global rank, in rank order."""
+        return [host.name for host in self.hosts for _ in host.slots]
+
+
+def resolve(section: ClusterSection) -> Cluster:
+    """Cluster of the request; raises UserError for anything that does not name existing hosts and slots."""
+    if section.kind == "local":
+        return _local(section)
+    if section.kind == "hostfile":
+        hosts = parse_hostfile(Path(section.hostfile or ""))
+        source = f"cluster.hostfile={section.hostfile}"
+    elif section.kind == "slurm":
+        hosts = slurm_hosts(env.slurm())
+        source = "the Slurm allocation"
+    else:
+        raise UserError(
+            Problem("cluster.kind", section.kind, "not a kind of cluster", "use cluster=local, hostfile or slurm")
+        )
+    if section.num_procs is not None:
+        raise UserError(
+            Problem(
+                "cluster.num_procs",
+                str(section.num_procs),
+                f"it counts processes of this machine; with {source} the slots decide",
+                "remove it, or choose slots with cluster.include / cluster.exclude",
+            )
+        )
+    chosen = apply_filters(hosts, section.include, section.exclude)
+    accelerator = section.accelerator if section.accelerator != "auto" else _detect_accelerator()
+    return Cluster(tuple(Host(name, slots) for name, slots in chosen.items()), accelerator, local=False)
+
+
+def _local(section: ClusterSection) -> Cluster:
+    problems = [
+        Problem(f"cluster.{name}", str(value), "it only applies to several hosts", "remove it or use cluster=hostfile")
+        for name, value in (
+            ("hostfile", section.hostfile),
+            ("include", section.include),
+            ("exclude", section.exclude),
+            ("master_addr", section.master_addr),
+        )
+        if value is not None
+    ]
+    if section.accelerator not in ("auto", "cpu", "cuda"):
+        problems.append(
+            Problem("cluster.accelerator", section.accelerator, "not an accelerator", "use auto, cpu or cuda")
+        )
+    if section.num_procs is not None and section.num_procs < 1:
+        problems.append(Problem("cluster.num_procs", str(section.num_procs), "a run needs a process", "use 1 or more"))
+    if problems:
+        raise UserError(*problems)
+    accelerator = section.accelerator if section.accelerator != "auto" else _detect_accelerator()
+    slots = tuple(range(section.num_procs or DEFAULT_CPU_PROCS))
+    if accelerator == "cuda":
+        slots = _local_gpus(section.num_procs)
+    return Cluster((Host(socket.gethostname(), slots),), accelerator, local=True)
+
+
+def _local_gpus(num_procs: int | None) -> tuple[int, ...]:
+    visible = env.visible_devices()
+    if visible is None:
+        devices = tuple(range(count_gpus()))
+    else:
+        try:
+            devices = tuple(int(part) for part in visible.split(",") if part.strip())
+        except ValueError:
+            raise UserError(
+                Problem(
+                    "CUDA_VISIBLE_DEVICES",
+                    visible,
+                    "DeepSpeed's launcher reads it as a list of integers and fails on UUIDs",
+                    "name the cards by index, for example CUDA_VISIBLE_DEVICES=0,1",
+                )
+            ) from None
+    wanted = num_procs if num_procs is not None else len(devices)
+    if not devices or wanted > len(devices):
+        raise UserError(
+            Problem(
+                "cluster.num_procs",
+                str(num_procs),
+                f"{len(devices)} GPUs are usable here (CUDA_VISIBLE_DEVICES={visible})",
+                "ask for as many as there are, or use cluster.accelerator=cpu",
+            )
+        )
+    return devices[:wanted]
+
+
+def _detect_accelerator() -> str:
+    requested = env.requested_accelerator()
+    if requested in ("cpu", "cuda"):
+        return requested
+    return "cuda" if count_gpus() > 0 else "cpu"
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs this process may open, without importing torch: the driver's device files."""
+    return sum(1 for node in Path("/dev").glob("nvidia[0-9]*") if node.name[6:].isdecimal())

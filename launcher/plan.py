@@ -1,0 +1,166 @@
+"""The Plan: one frozen value that says everything a run will do, and its fingerprint.
+
+Built by `build_plan` on the launcher, written to plan.json, read back by every worker.
+Must never execute anything or depend on the clock: the same request gives the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launcher import ds_config
+from launcher.batch import Batch, solve
+from launcher.cluster.value import Cluster, resolve
+from launcher.errors import Problem, UserError, raise_if
+from launcher.planner import memory, shapes, traffic
+from launcher.rules import judge
+from launcher.schema import RunConfig, from_dict
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the plan predicts. Bytes per rank; None where the model's size has to be measured first."""
+
+    parameters: int | None
+    textbook_bytes: int | None
+    device_bytes: dict[str, int]
+    host_bytes: dict[str, int]
+    traffic_bytes: dict[str, int]
+    checkpoint_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run needs. `config` is the composed request, `deepspeed` the dict the engine gets."""
+
+    version: int
+    config: RunConfig
+    cluster: Cluster
+    batch: Batch
+    deepspeed: dict[str, Any]
+    estimate: Estimate
+    env: dict[str, str]
+    resume_from: str | None
+    """Checkpoint folder a resumed run starts from; null: initial weights."""
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.cluster.world_size
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the DeepSpeed dict."""
+        return ds_config.zero_stage(self.deepspeed)
+
+    @property
+    def precision(self) -> str:
+        """bf16, fp16 or fp32."""
+        return ds_config.precision(self.deepspeed)
+
+    def offload_device(self, what: str) -> str | None:
+        """Device of `what` (optimizer or param) when it is offloaded."""
+        return ds_config.offload_device(self.deepspeed, what)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the plan's canonical JSON: equal on every rank or the run is refused."""
+        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict for plan.json: every field, the fingerprint and the world size."""
+        return {"fingerprint": self.fingerprint, "world_size": self.world_size} | dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Plan:
+        """Inverse of `to_json`; raises UserError when the content does not match its fingerprint."""
+        plan: Plan = from_dict(Plan, value)
+        if plan.version != VERSION or plan.fingerprint != value.get("fingerprint"):
+            raise UserError(
+                Problem(
+                    "plan.json",
+                    f"version {plan.version}, fingerprint {value.get('fingerprint')}",
+                    f"its content has fingerprint {plan.fingerprint}: it was edited or written by another version",
+                    "start a new run; plans are not edited by hand",
+                )
+            )
+        return plan
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Versions, in this environment, of what decides a run's numbers."""
+    found: dict[str, str | None] = {}
+    for name in ("deepspeed", "torch", "transformers", "hydra-core", "omegaconf", "wandb", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in the file `path`."""
+    return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def build_plan(
+    config: RunConfig,
+    env: dict[str, str],
+    measured_parameters: int | None = None,
+    resume_from: str | None = None,
+) -> Plan:
+    """Judges the request and returns its plan; raises one UserError with every problem.
+
+    `measured_parameters`: count of a model whose family `planner.shapes` does not know.
+    """
+    cluster = resolve(config.cluster)
+    problems: list[Problem] = []
+    batch: Batch | None = None
+    deepspeed: dict[str, Any] | None = None
+    try:
+        batch = solve(config.train, cluster.world_size)
+        deepspeed = ds_config.build(config, cluster, batch)
+    except UserError as error:
+        problems += error.problems
+    problems += judge(config, cluster, deepspeed if deepspeed is not None else config.deepspeed)
+    raise_if(problems)
+    assert batch is not None and deepspeed is not None
+    parameters = shapes.count_parameters(config.model.config) or measured_parameters
+    return Plan(
+        version=VERSION,
+        config=config,
+        cluster=cluster,
+        batch=batch,
+        deepspeed=deepspeed,
+        estimate=_estimate(parameters, deepspeed, cluster, batch),
+        env=env,
+        resume_from=resume_from,
+    )
+
+
+def _estimate(parameters: int | None, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Estimate:
+    if parameters is None:
+        return Estimate(None, None, {}, {}, {}, None)
+    stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
+    state = memory.model_state(
+        parameters,
+        stage,
+        cluster.world_size,
+        precision,
+        offload_optimizer=ds_config.offload_device(deepspeed, "optimizer") is not None,
+        offload_param=ds_config.offload_device(deepspeed, "param") is not None,
+    )
+    moved = traffic.bytes_per_step(parameters, stage, cluster.world_size, precision, batch.gradient_accumulation_steps)
+    checkpoint = parameters * (memory.WEIGHT_BYTES[precision] + 4 + memory.MOMENT_BYTES)
+    if stage == 0 and precision == "fp32":
+        checkpoint -= parameters * 4  # the weights are their own masters
+    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint)

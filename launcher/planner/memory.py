@@ -1,0 +1,62 @@
+"""Model-state bytes per rank: the textbook figure, and what DeepSpeed 0.19 keeps resident.
+
+Called when a plan is built. Pure arithmetic over the parameter count, the stage, the precision and the offload.
+Must never claim to be a peak: activations, logits and fragmentation are not in it, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOMENT_BYTES = 8  # two fp32 Adam moments
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes per rank. `device` and `host` list named terms of what is resident between steps."""
+
+    textbook_bytes: int
+    device: dict[str, int]
+    host: dict[str, int]
+
+
+def textbook_bytes(parameters: int, stage: int, world_size: int, precision: str) -> int:
+    """Mixed-precision Adam (2 + 2 + 12 bytes) or fp32 Adam (4 + 4 + 8), split by stage over `world_size` ranks.
+
+    Source: Rajbhandari et al., ZeRO, section 3: stage 1 splits the optimizer, 2 gradients too, 3 weights too.
+    """
+    weight = gradient = WEIGHT_BYTES[precision]
+    optimizer = 16 - weight - gradient
+    whole = (weight if stage < 3 else 0) + (gradient if stage < 2 else 0) + (optimizer if stage < 1 else 0)
+    split = 16 - whole
+    return round(parameters * (whole + split / world_size))
+
+
+def model_state(
+    parameters: int, stage: int, world_size: int, precision: str, offload_optimizer: bool, offload_param: bool
+) -> ModelState:
+    """Resident terms after a step, as DeepSpeed 0.19.8 allocates them with Adam (padding left out).
+
+    Stages 1 to 3 keep a separate fp32 master even in fp32; stage 3 keeps its gradient partition for good.
+    """
+    weight = WEIGHT_BYTES[precision]
+    share = -(-parameters // world_size)
+    if stage == 0:
+        master = 0 if precision == "fp32" else 4 * parameters
+        device = {"weights": weight * parameters, "master": master, "moments": MOMENT_BYTES * parameters}
+        return ModelState(textbook_bytes(parameters, stage, world_size, precision), _present(device), {})
+    device = {"weights": weight * (share if stage == 3 else parameters)}
+    host: dict[str, int] = {}
+    if offload_param:
+        host["weights"] = device.pop("weights")
+    optimizer_home = host if offload_optimizer else device
+    optimizer_home["master"] = 4 * share
+    optimizer_home["moments"] = MOMENT_BYTES * share
+    if stage == 3 or offload_optimizer:
+        optimizer_home["gradients"] = (4 if offload_optimizer else weight) * share
+    return ModelState(textbook_bytes(parameters, stage, world_size, precision), _present(device), _present(host))
+
+
+def _present(terms: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in terms.items() if size}

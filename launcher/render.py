@@ -1,0 +1,241 @@
+"""Everything a human sees: problems, plans, progress, endings.
+
+Called by the rest of the launcher. Text goes to stdout, problems and notes to stderr.
+Must never decide anything: it shows values that others computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.command import deepspeed_command
+from launcher.ds_config import precision, zero_stage
+from launcher.errors import Problem, format_problems
+from launcher.plan import Plan
+from launcher.rundir import RunDir
+from launcher.supervise import Failure
+
+GB = 1e9
+LAST_LINES = 20
+
+
+def problems(found: Sequence[Problem]) -> None:
+    """The problem list of a refused request, on stderr."""
+    count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+    print(format_problems(list(found), f"zerolaunch: {count}; nothing was started"), file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """One line about what happens now, on stderr."""
+    print(f"· {text}", file=sys.stderr, flush=True)
+
+
+def plan(value: Plan, run: RunDir, form: str) -> None:
+    """`mode=plan`: one JSON object, or tables for a person."""
+    if form == "json":
+        print(json.dumps(value.to_json() | {"commands": {"launch": _command(value, run)}}, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    estimate, batch = value.estimate, value.batch
+    stage, kind = zero_stage(value.deepspeed), precision(value.deepspeed)
+    size = f"{estimate.parameters:,} parameters" if estimate.parameters else "size not known"
+    hosts = ", ".join(f"{host.name} x{len(host.slots)}" for host in value.cluster.hosts[:8])
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in (
+        ("model", f"{value.config.model.name}: {size}, {kind}"),
+        ("cluster", f"{value.world_size} ranks on {hosts} ({value.cluster.accelerator})"),
+        (
+            "batch",
+            f"{batch.global_batch_size} samples a step = micro {batch.micro_batch_size} x accumulation "
+            f"{batch.gradient_accumulation_steps} x {value.world_size} ranks; "
+            f"{batch.global_batch_size * value.config.train.sequence_length:,} tokens",
+        ),
+        ("steps", f"{value.config.run.steps}, seed {value.config.run.seed}"),
+    ):
+        table.add_row(f"[bold]{name}[/bold]", text)
+    console.print(table)
+    if estimate.parameters:
+        console.print(_memory_table(value, stage))
+    console.print("[bold]DeepSpeed[/bold]")
+    console.print_json(json.dumps(value.deepspeed))
+    console.print("[bold]command[/bold]")
+    print("  " + shlex.join(_command(value, run)))
+    print(f"fingerprint {value.fingerprint[:16]}; nothing was started or written")
+
+
+def _memory_table(value: Plan, stage: int) -> Any:
+    from rich.table import Table
+
+    estimate = value.estimate
+    assert estimate.textbook_bytes is not None and estimate.checkpoint_bytes is not None
+    table = Table(title=f"model state and traffic per rank, stage {stage}, GB", title_justify="left")
+    table.add_column("term")
+    table.add_column("device", justify="right")
+    table.add_column("host", justify="right")
+    for name in ("weights", "gradients", "master", "moments"):
+        device, host = estimate.device_bytes.get(name), estimate.host_bytes.get(name)
+        if device or host:
+            table.add_row(name, _gb(device), _gb(host))
+    table.add_row("resident", _gb(sum(estimate.device_bytes.values())), _gb(sum(estimate.host_bytes.values())))
+    table.add_section()
+    table.add_row("textbook (2 + 2 + 12 bytes a parameter)", _gb(estimate.textbook_bytes), "")
+    table.add_row("sent per step", _gb(estimate.traffic_bytes.get("total")), "")
+    table.add_row("one checkpoint, all ranks", "", _gb(estimate.checkpoint_bytes))
+    table.caption = "without activations, logits, communication buckets and fragmentation"
+    table.caption_justify = "left"
+    return table
+
+
+def _gb(size: int | None) -> str:
+    return "" if size is None else f"{size / GB:,.3f}"
+
+
+def _command(value: Plan, run: RunDir) -> list[str]:
+    port = value.config.cluster.master_port or 0  # 0: a free one is taken at the start
+    address = None if value.cluster.local else value.config.cluster.master_addr or value.cluster.hosts[0].name
+    return deepspeed_command(value, run, port, address)
+
+
+def start(run: RunDir, value: Plan, attempt: int) -> None:
+    """The line that says where the run is."""
+    what = f"attempt {attempt}, from {Path(value.resume_from).name}" if value.resume_from else "new run"
+    print(f"run {run.path} ({what}): {value.world_size} ranks, stage {zero_stage(value.deepspeed)}", flush=True)
+
+
+class PlainProgress:
+    """Progress as lines, for files and pipes: one at most every `every_s` seconds, and every evaluation."""
+
+    def __init__(self, steps: int, every_s: float = 5.0) -> None:
+        self.steps, self.every_s, self.shown = steps, every_s, 0.0
+
+    def status(self, text: str) -> None:
+        """What the workers do now."""
+        print(f"· {text}", flush=True)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """One object of metrics.jsonl."""
+        if "eval_loss" in record:
+            print(f"step {record['step']}/{self.steps}  eval loss {record['eval_loss']:.4f}", flush=True)
+        elif time.monotonic() - self.shown >= self.every_s or record["step"] == self.steps:
+            self.shown = time.monotonic()
+            print(f"step {record['step']}/{self.steps}  {_describe(record)}", flush=True)
+
+
+class BarProgress(PlainProgress):
+    """A rich progress bar, for terminals."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        super().__init__(steps)
+        self.bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            transient=False,
+        )
+        self.task = self.bar.add_task("starting", total=steps)
+
+    def status(self, text: str) -> None:
+        self.bar.update(self.task, description=text)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        if "eval_loss" in record:
+            self.bar.console.print(f"step {record['step']}/{self.steps}  eval loss {record['eval_loss']:.4f}")
+        else:
+            self.bar.update(self.task, completed=record["step"], description=_describe(record))
+
+
+def _describe(record: dict[str, Any]) -> str:
+    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  {record['tokens_per_s']:,.0f} tokens/s"
+
+
+@contextlib.contextmanager
+def progress(value: Plan) -> Iterator[PlainProgress]:
+    """Progress display that fits stdout: a bar on a terminal, lines elsewhere."""
+    if not sys.stdout.isatty():
+        yield PlainProgress(value.config.run.steps)
+        return
+    bar = BarProgress(value.config.run.steps)
+    with bar.bar:
+        yield bar
+
+
+def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure | None) -> None:
+    """How the run ended and the exact next commands; for a failure the rank, its last lines and its log."""
+    if failure is not None:
+        where = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else "the launcher"
+        print(f"\nrun failed: {where}: {failure.message}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            lines = failure.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            print("".join(f"  | {line}\n" for line in lines), end="", file=sys.stderr)
+        print(f"log: {failure.log}", file=sys.stderr)
+    if summary.get("final_eval_loss") is not None:
+        print(
+            f"final validation loss {summary['final_eval_loss']:.4f} nats/token "
+            f"(unigram entropy of the corpus {summary['unigram_entropy']:.4f})"
+        )
+    if summary.get("tracker_sync"):
+        print(f"sync W&B:  {summary['tracker_sync']}")
+    if summary.get("checkpoint"):
+        base = f"python {Path(sys.argv[0]).name}"
+        folder = shlex.quote(str(run.path))
+        print(f"checkpoint {summary['checkpoint']}")
+        print(f"resume:    {base} recipe=resume run.dir={folder} run.steps={2 * value.config.run.steps}")
+        print(f"export:    {base} recipe=export run.dir={folder}")
+        print(f"plan:      {base} mode=plan recipe=resume run.dir={folder}")
+
+
+def export_plan(request: dict[str, Any], as_json: bool) -> None:
+    """`mode=plan recipe=export`: what would be written."""
+    print(
+        json.dumps(request)
+        if as_json
+        else f"would export {request['checkpoint']} to {request['dir']} as {request['dtype']}"
+    )
+
+
+def export_done(answer: dict[str, Any]) -> None:
+    """Where the exported weights lie."""
+    print(
+        f"exported {answer['tensors']} tensors, {answer['bytes'] / GB:.3f} GB as {answer['dtype']} to {answer['dir']}"
+    )
+
+
+def sweep(trials: Sequence[Any]) -> None:
+    """Comparison table of a sweep's trials."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="sweep", title_justify="left")
+    for name in ("trial", "overrides", "exit", "train loss", "eval loss", "tokens/s", "peak GB", "run"):
+        table.add_column(name)
+    for number, trial in enumerate(trials):
+        values = trial.summary
+        table.add_row(
+            str(number),
+            " ".join(trial.overrides),
+            str(trial.exit_code),
+            _number(values.get("final_train_loss"), ".4f"),
+            _number(values.get("final_eval_loss"), ".4f"),
+            _number(values.get("tokens_per_s"), ",.0f"),
+            _number((values.get("peak_bytes") or 0) / GB or None, ".2f"),
+            str(trial.run_dir) if trial.run_dir else (trial.error or "not started"),
+        )
+    Console(width=200 if not sys.stdout.isatty() else None, highlight=False).print(table)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

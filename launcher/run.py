@@ -1,0 +1,296 @@
+"""Executes plans: checks, data preparation, the run folder, the `deepspeed` front-end, the summary.
+
+Called by `launcher.cli` once a plan stands. The only starter of processes besides `supervise`.
+Must never leave anything behind for a request that is refused: the run folder is made last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import compose, env, render
+from launcher.command import ROOT, deepspeed_command, hostfile_text, local_worker_command
+from launcher.errors import EXIT_OK, EXIT_TRAINING, Problem, UserError
+from launcher.plan import Plan, installed_versions
+from launcher.planner import shapes
+from launcher.rundir import RunDir, check_writable, read_json, write_json, write_text
+from launcher.schema import RunConfig
+from launcher.supervise import Ending, supervise
+
+OPERATORS_SCRIPT = ROOT / "scripts" / "build_ops.py"
+
+
+@dataclass
+class Outcome:
+    """What one request came to. `run_dir` is None when nothing was started."""
+
+    exit_code: int
+    run_dir: Path | None
+    overrides: list[str]
+    summary: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def train(plan: Plan, overrides: list[str]) -> Outcome:
+    """Prepares, starts and watches one training run; writes and shows its summary."""
+    run = _run_folder(plan.config)
+    if plan.resume_from is None:
+        if run.path.exists():
+            _refuse_existing(run)
+        check_writable(run.path)
+    _prepare_data(plan)
+    _build_operators(plan)
+    attempt = _write_run_folder(run, plan, overrides)
+    ending = _start(run, plan, attempt)
+    summary = _write_summary(run, plan, ending)
+    render.finish(run, plan, summary, ending.failure)
+    return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
+
+
+def export(config: RunConfig, run: RunDir, dry: bool) -> Outcome:
+    """Runs the export recipe in one process on this machine; the exit code is 0 or raises UserError."""
+    checkpoint = checkpoint_of_step(run, config.export.step)
+    request = {
+        "run_dir": str(run.path),
+        "checkpoint": checkpoint,
+        "dtype": config.export.dtype,
+        "dir": config.export.dir or str(run.export),
+        "max_shard_bytes": config.export.max_shard_bytes,
+    }
+    if dry:
+        render.export_plan(request, as_json=config.plan.format == "json")
+        return Outcome(EXIT_OK, None, [])
+    answer = ask_worker("export", request)
+    render.export_done(answer)
+    return Outcome(EXIT_OK, run.path, [], answer)
+
+
+def newest_checkpoint(run: RunDir) -> str:
+    """Folder of the newest good checkpoint; raises UserError when there is none."""
+    return str(ask_worker("find_checkpoint", {"run_dir": str(run.path)})["checkpoint"])
+
+
+def checkpoint_of_step(run: RunDir, step: int | None) -> str:
+    """Folder of the checkpoint at `step` (None: the newest good one)."""
+    if step is None:
+        return newest_checkpoint(run)
+    folder = run.checkpoint(step)
+    if not folder.is_dir():
+        known = sorted(path.name for path in run.checkpoints.glob("step_*"))
+        raise UserError(
+            Problem(
+                "export.step", str(step), f"there is no {folder.name}", f"checkpoints: {', '.join(known) or 'none'}"
+            )
+        )
+    return str(folder)
+
+
+def worker_environment(config: RunConfig) -> dict[str, str]:
+    """Variables every worker gets through the plan: allow-listed ones, ours, then `cluster.env`."""
+    variables = env.forwarded()
+    variables["TORCH_EXTENSIONS_DIR"] = str(env.extensions_dir())
+    variables.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if config.tracker.kind == "wandb" and not env.has_wandb_key():
+        variables.setdefault("WANDB_MODE", "offline")
+    return variables | {name: str(value) for name, value in config.cluster.env.items()}
+
+
+def measured_parameters(config: RunConfig) -> int | None:
+    """Parameter count of a model family that is not known by formula: built on the meta device, cached."""
+    if shapes.count_parameters(config.model.config) is not None:
+        return None
+    answer = ask_worker("profile", {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")})
+    return int(answer["parameters"])
+
+
+def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs one short job of `recipes` in a process of its own: JSON in, JSON out; its UserErrors become ours."""
+    process = subprocess.run(
+        local_worker_command("--job", job),
+        input=json.dumps(request),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env.child_environment({"DS_ACCELERATOR": "cpu"}),  # short jobs take no GPU
+        check=False,
+    )
+    try:
+        answer = json.loads(process.stdout.strip().splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        raise UserError(
+            Problem(job, f"exit code {process.returncode}", "the process died; its output is above", "see its output"),
+            code=EXIT_TRAINING,
+        ) from None
+    if "problems" in answer:
+        raise UserError(*(Problem(**problem) for problem in answer["problems"]), code=answer["code"])
+    return dict(answer)
+
+
+def _run_folder(config: RunConfig) -> RunDir:
+    if config.run.dir is not None:
+        return RunDir(config.run.dir)
+    base = Path(config.run.root) / (config.run.name or compose.auto_name(config))
+    path, number = base, 1
+    while config.run.name is None and path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return RunDir(path)
+
+
+def _refuse_existing(run: RunDir) -> None:
+    if run.path.is_dir() and not any(run.path.iterdir()):
+        return
+    holds = "it already holds a run" if run.exists else "it exists and is not an empty folder"
+    fix = f"continue it with recipe=resume run.dir={run.path}, or choose another run.dir"
+    raise UserError(Problem("run.dir", str(run.path), holds, fix if run.exists else "choose another run.dir"))
+
+
+def _prepare_data(plan: Plan) -> None:
+    """Tokenises the corpus into the cache and checks it against the model, before anything is created."""
+    render.note("preparing data")
+    answer = ask_worker("prepare", {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length})
+    model_vocabulary = plan.config.model.config.get("vocab_size")
+    if isinstance(model_vocabulary, int) and answer["vocab_size"] > model_vocabulary:
+        raise UserError(
+            Problem(
+                "model.config.vocab_size",
+                str(model_vocabulary),
+                f"the corpus has ids up to {answer['vocab_size'] - 1}",
+                f"use model.config.vocab_size={answer['vocab_size']} or more, or another tokenizer",
+            )
+        )
+
+
+def _build_operators(plan: Plan) -> None:
+    """Compiles the DeepSpeed operators this machine lacks; a no-op once they are there."""
+    process = subprocess.run([sys.executable, str(OPERATORS_SCRIPT)], env=env.child_environment(plan.env), check=False)
+    if process.returncode:
+        raise UserError(
+            Problem(
+                "DeepSpeed operators",
+                f"exit code {process.returncode}",
+                "they do not compile here; the compiler's output is above",
+                "install g++ and the Python headers (Debian: build-essential python3-dev)",
+            )
+        )
+
+
+def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str]) -> int:
+    """Creates or continues the run folder; returns the number of this attempt (1 for a new run)."""
+    attempt = 1
+    if plan.resume_from is None:
+        run.create()
+    else:
+        attempt = 2 + len(list(run.history.glob("*"))) if run.history.exists() else 2
+        kept = run.history / f"{attempt - 1:04d}"
+        kept.mkdir(parents=True)
+        for path in (run.plan, run.config, run.overrides, run.ds_config, run.effective, run.provenance, run.summary):
+            if path.exists():
+                os.replace(path, kept / path.name)
+        run.reset_control()
+        _drop_later_metrics(run, Path(plan.resume_from).name, kept)
+    run.config.write_text(compose.composed_yaml(plan.config), encoding="utf-8")
+    run.overrides.write_text("".join(f"{text}\n" for text in overrides), encoding="utf-8")
+    write_json(run.ds_config, plan.deepspeed)
+    write_json(run.provenance, _provenance(attempt))
+    if not plan.cluster.local:
+        run.hostfile.write_text(hostfile_text(plan))
+    write_json(run.plan, plan.to_json())
+    return attempt
+
+
+def _drop_later_metrics(run: RunDir, checkpoint: str, kept: Path) -> None:
+    """Moves the records of steps after the checkpoint out of metrics.jsonl: they will be made again."""
+    if not run.metrics.exists():
+        return
+    step = int(checkpoint.removeprefix("step_"))
+    lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    later = [line for line in lines if json.loads(line)["step"] > step]
+    if later:
+        write_text(kept / "metrics_dropped.jsonl", "\n".join(later) + "\n")
+    write_text(run.metrics, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+
+
+def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:
+    address = None if plan.cluster.local else _master_address(plan)
+    port = plan.config.cluster.master_port or _free_port()
+    argv = deepspeed_command(plan, run, port, address)
+    variables = dict(plan.env)
+    if plan.cluster.accelerator == "cpu":
+        variables["DS_ACCELERATOR"] = "cpu"
+        threads = max(1, (os.cpu_count() or 1) // max(len(host.slots) for host in plan.cluster.hosts))
+        variables.setdefault("OMP_NUM_THREADS", str(threads))
+    environment = env.child_environment(variables)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # the slots of the plan decide; the front-end would ignore it
+    render.start(run, plan, attempt)
+    with render.progress(plan) as progress:
+        return supervise(
+            argv, environment, run, plan.cluster.rank_hosts(), plan.cluster.local, progress.metrics, progress.status
+        )
+
+
+def _master_address(plan: Plan) -> str:
+    if plan.config.cluster.master_addr:
+        return plan.config.cluster.master_addr
+    first = plan.cluster.hosts[0].name
+    try:
+        return socket.getaddrinfo(first, None, socket.AF_INET)[0][4][0].__str__()
+    except OSError as error:
+        raise UserError(
+            Problem(
+                "cluster.master_addr",
+                "nothing",
+                f"the first host, {first}, does not resolve to an address here ({error})",
+                "give cluster.master_addr=ADDRESS as the other hosts reach it",
+            )
+        ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _provenance(attempt: int) -> dict[str, Any]:
+    def git(*arguments: str) -> str | None:
+        answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    return {
+        "attempt": attempt,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "versions": installed_versions(),
+        "revision": git("rev-parse", "HEAD"),
+        "changed_files": (git("status", "--porcelain") or "").splitlines(),
+    }
+
+
+def _write_summary(run: RunDir, plan: Plan, ending: Ending) -> dict[str, Any]:
+    result = read_json(run.result) or {}
+    failure = ending.failure
+    summary = {
+        "exit_code": ending.exit_code,
+        "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
+        **result,
+        "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
+        "failure": None
+        if failure is None
+        else {"rank": failure.rank, "host": failure.host, "message": failure.message, "log": str(failure.log)},
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_json(run.summary, summary)
+    return summary

@@ -1,0 +1,152 @@
+"""The run folder: the only builder of its paths, its exclusive creation, and atomic writes into it.
+
+Used by the launcher to create and read runs and by workers to find their files.
+Must never overwrite a run: `create` refuses a folder that holds one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Problem, UserError
+
+STEP_PREFIX = "step_"
+
+
+class RunDir:
+    """Paths of one run; nothing is created by constructing it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.plan = self.path / "plan.json"
+        self.config = self.path / "config.yaml"
+        self.overrides = self.path / "overrides.txt"
+        self.ds_config = self.path / "ds_config.json"
+        self.effective = self.path / "effective.json"
+        self.provenance = self.path / "provenance.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.latest = self.checkpoints / "latest"
+        self.export = self.path / "export"
+        self.history = self.path / "history"
+        self.control = self.path / "control"
+        self.stop_request = self.control / "stop"
+        self.status = self.control / "status.json"
+        self.result = self.control / "result.json"
+        self.hostfile = self.control / "hostfile"
+        self.launcher_log = self.logs / "launcher.log"
+
+    def rank_log(self, host: str, rank: int) -> Path:
+        """Log file of one global rank."""
+        return self.logs / f"{host}.rank{rank}.log"
+
+    def failure(self, rank: int) -> Path:
+        """Record that a failing rank writes before it dies."""
+        return self.control / f"failure.rank{rank}.json"
+
+    def pid(self, rank: int) -> Path:
+        """Process id and host of a rank, written when it starts."""
+        return self.control / f"pid.rank{rank}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint after optimizer step `step`."""
+        return self.checkpoints / f"{STEP_PREFIX}{step:08d}"
+
+    @property
+    def exists(self) -> bool:
+        """Whether this folder holds a run."""
+        return self.plan.is_file()
+
+    def create(self) -> None:
+        """Makes the folder and claims it; raises UserError when it holds a run or cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            taken = sorted(entry.name for entry in self.path.iterdir())
+            if taken:
+                raise UserError(
+                    Problem(
+                        "run.dir",
+                        str(self.path),
+                        "it already holds a run" if self.exists else f"it is not empty ({', '.join(taken[:3])})",
+                        f"continue it with recipe=resume run.dir={self.path}, or choose another run.dir"
+                        if self.exists
+                        else "choose an empty or new folder",
+                    )
+                )
+            self.control.mkdir()  # exclusive: of two launchers that race for one folder, the second fails here
+            self.logs.mkdir()
+            self.checkpoints.mkdir()
+        except FileExistsError as error:
+            if Path(error.filename or "") != self.control:
+                raise _unwritable(self.path, error) from None
+            raise UserError(
+                Problem("run.dir", str(self.path), "another launch has just taken it", "choose another run.dir")
+            ) from None
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def reset_control(self) -> None:
+        """Clears the signals of an earlier attempt (stop request, failures, result)."""
+        self.control.mkdir(exist_ok=True)
+        for entry in self.control.iterdir():
+            entry.unlink()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        Problem("run.dir", str(path), f"it cannot be created: {error.strerror}", "choose a folder you may write to")
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Raises UserError when `path` could not be created; creates nothing."""
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        reason = "is not a folder" if not parent.is_dir() else "may not be written to"
+        raise UserError(Problem("run.dir", str(path), f"{parent} {reason}", "choose a folder you may write to"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces `path` by pretty JSON of `value`, atomically: a reader sees the old or the new file."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` by `text`, atomically and synced."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`, or None when there is no such (complete) file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def load_run(path: str | None) -> RunDir:
+    """The existing run that `run.dir` names; raises UserError when there is none."""
+    if not path:
+        raise UserError(Problem("run.dir", "nothing", "this recipe works on an existing run", "add run.dir=runs/NAME"))
+    run = RunDir(path)
+    if not run.exists:
+        raise UserError(Problem("run.dir", path, "it holds no run (no plan.json)", "name the folder of a run"))
+    return run

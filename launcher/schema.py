@@ -1,0 +1,198 @@
+"""Every option we own: its type, one sentence and its unit. Defaults live in conf/, never here.
+
+`launcher.compose` fills these classes from Hydra's config; everything else reads them.
+Must never hold a default, a derived value, or a DeepSpeed key (those are raw under `deepspeed`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class RunSection:
+    name: str | None
+    """Name of the run's folder under `root`; null: made from model, stage, offload and the time."""
+    dir: str | None
+    """The run's folder; null: `root`/`name`. Must not hold a run already."""
+    root: str
+    """Folder in which runs get their own folder."""
+    steps: int
+    """Optimizer steps of the whole run (a resumed run counts the steps done before)."""
+    seed: int
+    """Seed of weights, data order and dropout."""
+
+
+@dataclass
+class TrainSection:
+    micro_batch_size: int | None
+    """Samples per forward pass and rank."""
+    gradient_accumulation_steps: int | None
+    """Forward/backward passes per optimizer step and rank."""
+    global_batch_size: int | None
+    """Samples per optimizer step over all ranks = micro x accumulation x world size."""
+    fallback_micro_batch_size: int
+    """Samples per forward pass and rank when fewer than two of the three above are given."""
+    sequence_length: int
+    """Tokens per sample."""
+
+
+@dataclass
+class EvalSection:
+    every: int
+    """Optimizer steps between evaluations; 0: only at the end."""
+    samples: int
+    """Held-out samples per evaluation (fewer when the validation split is smaller); 0: none."""
+
+
+@dataclass
+class ModelSection:
+    name: str
+    """Label shown in plans and run names."""
+    path: str | None
+    """Local Hugging Face folder (or config.json) whose configuration is used."""
+    config: dict[str, Any]
+    """Hugging Face configuration fields; with `path`, fields that replace those of the file."""
+    attn_implementation: str | None
+    """Attention kernel: sdpa, eager, flash_attention_2; null: the library's choice."""
+
+
+@dataclass
+class ActivationSection:
+    checkpointing: bool
+    """Recompute activations of each layer in backward instead of keeping them."""
+
+
+@dataclass
+class ClusterSection:
+    kind: str
+    """Where hosts come from: local, hostfile or slurm."""
+    num_procs: int | None
+    """Processes on this host (kind local); null: one per GPU, or 2 on CPU."""
+    accelerator: str
+    """auto, cuda or cpu; auto: cuda when this host has an NVIDIA GPU."""
+    hostfile: str | None
+    """File with one `HOST slots=N` line per host."""
+    include: str | None
+    """Hosts and slots to use, `HOST[:s,s]@HOST`, in DeepSpeed's notation."""
+    exclude: str | None
+    """Hosts and slots to leave out, same notation."""
+    master_addr: str | None
+    """Address of the first host as the others reach it; null: resolved from its name."""
+    master_port: int | None
+    """Rendezvous port; null: a free one."""
+    launcher: str
+    """DeepSpeed's runner for several hosts: pdsh, openmpi, mpich or slurm."""
+    launcher_args: str | None
+    """Extra arguments for that runner."""
+    ssh_port: int | None
+    """SSH port of the hosts; null: ssh's own default."""
+    env: dict[str, str]
+    """Environment variables set on every worker."""
+
+
+@dataclass
+class CheckpointSection:
+    every: int
+    """Optimizer steps between checkpoints; 0: only at the end."""
+    keep: int
+    """Newest checkpoints kept; 0: all."""
+
+
+@dataclass
+class TrackerSection:
+    kind: str
+    """none or wandb."""
+    project: str | None
+    """W&B project."""
+    entity: str | None
+    """W&B team or user; null: the account's default."""
+    group: str | None
+    """W&B group that ties runs together."""
+    tags: list[str]
+    """W&B tags."""
+    timeout_s: float
+    """Seconds the tracker may take to start before training goes on without it."""
+
+
+@dataclass
+class ExportSection:
+    dtype: str
+    """fp32, bf16 or fp16: element type of the written weights."""
+    dir: str | None
+    """Target folder; null: `export` in the run's folder."""
+    step: int | None
+    """Checkpoint to export, by optimizer step; null: the newest good one."""
+    max_shard_bytes: int
+    """Largest safetensors file, in bytes."""
+
+
+@dataclass
+class PlanSection:
+    format: str
+    """text or json: how `mode=plan` prints."""
+
+
+@dataclass
+class RecipeSection:
+    name: str
+    """The job: pretrain, resume or export."""
+
+
+@dataclass
+class RunConfig:
+    mode: str
+    """train (start it) or plan (print it, start and write nothing)."""
+    recipe: RecipeSection
+    run: RunSection
+    train: TrainSection
+    eval: EvalSection
+    model: ModelSection
+    activation: ActivationSection
+    data: dict[str, Any]
+    """Corpus options; the group file of conf/data names those of its kind."""
+    cluster: ClusterSection
+    checkpoint: CheckpointSection
+    tracker: TrackerSection
+    export: ExportSection
+    plan: PlanSection
+    deepspeed: dict[str, Any]
+    """Raw DeepSpeed keys: what the groups and `+deepspeed.KEY=VALUE` chose, nothing else."""
+
+
+def from_dict(cls: type[Any], value: Any) -> Any:
+    """Builds dataclass `cls` from the plain dict that `dataclasses.asdict` made of it (nested too)."""
+    hints = typing.get_type_hints(cls)
+    kwargs = {f.name: _convert(hints[f.name], value[f.name]) for f in dataclasses.fields(cls) if f.name in value}
+    return cls(**kwargs)
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_dict(hint, value)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if (value is not None and origin is typing.Union) or origin is types.UnionType:
+        inner = [a for a in args if a is not type(None)]
+        return _convert(inner[0], value) if value is not None and len(inner) == 1 else value
+    if origin is tuple and value is not None:
+        return tuple(_convert(args[0], item) for item in value)
+    if origin is list and value is not None:
+        return [_convert(args[0], item) for item in value]
+    return value
+
+
+def option_paths(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
+    """Dotted names of every option, in declaration order; free-form maps count as one."""
+    hints = typing.get_type_hints(cls)
+    paths: list[str] = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            paths += option_paths(hint, f"{prefix}{field.name}.")
+        else:
+            paths.append(prefix + field.name)
+    return paths
