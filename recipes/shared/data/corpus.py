@@ -1,0 +1,56 @@
+"""Makes the two splits of a prepared corpus, ready to be read, from its cache folder and the sequence length.
+
+Called by recipes on every rank, after one process per host has called `build.prepare`.
+Must never build or change anything on disk.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.errors import Problem, raise_if
+from recipes.shared.data.meta import DataMeta, read_meta
+from recipes.shared.data.windows import TokenWindows
+
+
+def open_corpus(folder: Path, sequence_length: int) -> tuple[DataMeta, TokenWindows, TokenWindows]:
+    """Opens what `prepare` returned: (meta, training windows, validation windows).
+
+    Not collective: every rank calls it and maps the same files.
+    Raises: UserError when a split is shorter than one sample; FileNotFoundError when nothing was prepared there.
+    """
+    meta = read_meta(folder)
+    check_length(meta, sequence_length)
+    train = TokenWindows(folder / meta.train_file, sequence_length, dtype=meta.dtype, num_tokens=meta.train_tokens)
+    validation = TokenWindows(
+        folder / meta.validation_file,
+        sequence_length,
+        dtype=meta.dtype,
+        start=meta.validation_start,
+        num_tokens=meta.validation_tokens,
+    )
+    return meta, train, validation
+
+
+def check_length(meta: DataMeta, sequence_length: int) -> None:
+    """Raises UserError unless both splits hold at least one sample of sequence_length tokens."""
+    fixes = {
+        "training": ("train_tokens", "a smaller train.sequence_length, or more data"),
+        "validation": (
+            "validation_tokens",
+            "a smaller train.sequence_length, a larger data.validation_fraction, or more validation data",
+        ),
+    }
+    problems = []
+    for split, (field, fix) in fixes.items():
+        num_tokens = getattr(meta, field)
+        if num_tokens < sequence_length:
+            problems.append(
+                Problem(
+                    where="train.sequence_length",
+                    got=f"{sequence_length} tokens per sample; the {split} split holds {num_tokens} tokens",
+                    why=f"the {split} split of the corpus is shorter than one sample ({meta.source})",
+                    fix=fix,
+                )
+            )
+    raise_if(problems)

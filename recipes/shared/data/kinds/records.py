@@ -1,0 +1,42 @@
+"""Makes pieces from records (one document each), and decides which records are held out for validation.
+
+Called by the kinds that read records: jsonl and hub.
+Must never depend on how many records there are: they are streamed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from launcher.errors import Problem, UserError
+from recipes.shared.data.writer import Piece, Split
+
+
+def split_of(index: int, fraction: float) -> Split:
+    """The split of record `index`: of the first n records ceil(n x fraction) are held out, evenly spread.
+
+    Record 0 is held out, then (for 0.05) record 20, 40, ...
+    """
+    return "validation" if math.ceil((index + 1) * fraction) > math.ceil(index * fraction) else "train"
+
+
+def record_piece(record: Any, field: str, split: Split, where: str, place: str) -> Piece:
+    """The document in record[field]; `where` is the option and `place` the file and line (or row) named in errors.
+
+    Raises: UserError when the field is missing, is not text, or holds half of a surrogate pair.
+    """
+    if field not in record:
+        fields = ", ".join(sorted(map(str, record))) or "none"
+        raise UserError(
+            Problem("data.field", field, f"{place} has no such field", f"data.field= one of its fields: {fields}")
+        )
+    text = record[field]
+    if not isinstance(text, str):
+        got = f"{type(text).__name__} in field {field!r} at {place}"
+        raise UserError(Problem("data.field", got, "the field must hold text", "name a text field, or mend the record"))
+    try:
+        return Piece(split, text.encode("utf-8"), last=True)
+    except UnicodeEncodeError as error:
+        got, why = f"field {field!r} at {place}", "the text holds half of a surrogate pair and has no UTF-8 form"
+        raise UserError(Problem(where, got, why, "mend or remove the record")) from error

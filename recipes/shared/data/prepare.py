@@ -1,0 +1,39 @@
+"""Corpus of a plan -> its prepared folder: as a job before the run folder exists, and once per host by its ranks.
+
+The launcher runs `run_job` so that a bad corpus is refused before anything starts; ranks call `corpus_folder`.
+Must never build the same corpus twice on a host.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher.plan import Plan
+from recipes.shared.data.build import prepare
+from recipes.shared.data.corpus import check_length
+from recipes.shared.data.meta import read_meta
+
+
+def run_job(request: dict[str, Any]) -> dict[str, Any]:
+    """Prepares request["data"]; answers with its folder, vocabulary and sizes. Raises UserError for a bad corpus."""
+    folder = prepare(request["data"], request["sequence_length"], Path(request["data"]["cache_dir"]))
+    meta = read_meta(folder)
+    check_length(meta, request["sequence_length"])
+    return {
+        "folder": str(folder),
+        "vocab_size": meta.vocab_size,
+        "train_tokens": meta.train_tokens,
+        "source": meta.source,
+    }
+
+
+def corpus_folder(plan: Plan, ranks: Any) -> Path:
+    """The prepared folder on this host. All ranks: local rank 0 of each host builds it if missing, the rest wait."""
+    import torch.distributed as dist
+
+    data, length = plan.config.data, plan.config.train.sequence_length
+    if ranks.local_rank == 0:
+        prepare(data, length, Path(data["cache_dir"]))
+    dist.barrier()
+    return prepare(data, length, Path(data["cache_dir"]))
