@@ -1,0 +1,40 @@
+"""The newest whole checkpoint of a run. Torch-free; run as a job by the launcher before a resume or an export.
+
+Must never return a checkpoint with a missing, short or changed file, and never fall back to nothing in silence.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Problem, UserError
+from launcher.rundir import RunDir
+from recipes.shared.checkpoint import manifest
+
+
+def run_job(request: dict[str, Any]) -> dict[str, Any]:
+    """{"checkpoint": folder, "manifest": its manifest} of request["run_dir"]; says on stderr what was passed over."""
+    folder = newest(RunDir(request["run_dir"]))
+    return {"checkpoint": str(folder), "manifest": manifest.read(folder)}
+
+
+def newest(run: RunDir) -> Path:
+    """Folder of the newest whole checkpoint; raises UserError when there is none."""
+    rejected: list[str] = []
+    for folder in manifest.steps(run.checkpoints):
+        problem = manifest.problem_of(folder)
+        if problem is None:
+            for line in rejected:
+                print(f"· passed over {line}", file=sys.stderr)
+            return folder
+        rejected.append(f"{folder.name}: {problem}")
+    raise UserError(
+        Problem(
+            "run.dir",
+            str(run.path),
+            "it holds no whole checkpoint" + "".join(f"; {line}" for line in rejected),
+            "start a new run: nothing was saved that could be continued or exported",
+        )
+    )

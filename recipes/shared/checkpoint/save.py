@@ -1,0 +1,155 @@
+"""Saves the training state: shards under a temporary name, manifest last, rename, then `latest`.
+
+Called by the loop on every rank at a step boundary; `latest` and the folder's final name are rank 0's.
+Must never leave a folder under its final name that is not whole, or delete anything before the newer one is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from launcher.plan import installed_versions
+from launcher.rundir import RunDir, write_json, write_text
+from recipes.shared.checkpoint import manifest
+from recipes.shared.distributed import barrier, say
+from recipes.shared.state import TrainState
+
+TEMPORARY = ".saving-"
+
+
+def save(state: TrainState, recorded: dict[str, Any]) -> Path:
+    """Commits a checkpoint of the current step and returns its folder. All ranks; the same call on each.
+
+    `recorded`: newest loss, eval_loss and lr, kept in the manifest.
+    """
+    run, final = state.run, state.run.checkpoint(state.step)
+    say(run, f"saving {final.name}")
+    staging = _staging_folder(state)
+    state.engine.save_checkpoint(
+        str(staging), tag=final.name, client_state={"zerolaunch": {"step": state.step}}, save_latest=False
+    )
+    folder = staging / final.name
+    torch.save(rng_state(), folder / rng_name(state.ranks.rank))
+    barrier()
+    files = _digests(folder, state)
+    if state.ranks.is_main:
+        write_json(folder / manifest.NAME, _manifest(state, recorded, files))
+        _commit(run, staging, final)
+        _retain(state, final)
+    barrier()
+    state.saved_step = state.step
+    say(run, "training")
+    return final
+
+
+def rng_name(rank: int) -> str:
+    """File of one rank's random generators."""
+    return f"rng_rank{rank:05d}.pt"
+
+
+def rng_state() -> dict[str, Any]:
+    """Generators of this process, as plain values and tensors that load without unpickling objects."""
+    version, numbers, gauss = random.getstate()
+    numpy: tuple[Any, ...] = tuple(np.random.get_state(legacy=True))
+    kind, keys, position, has_gauss, cached = numpy
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _staging_folder(state: TrainState) -> Path:
+    """A new temporary folder next to the checkpoints, the same on every rank; leftovers of dead saves are removed."""
+    name = [f"{TEMPORARY}{state.step:08d}-{uuid.uuid4().hex[:8]}"]
+    dist.broadcast_object_list(name, src=0, device=state.ranks.device)
+    staging = state.run.checkpoints / name[0]
+    if state.ranks.is_main:
+        for leftover in state.run.checkpoints.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        staging.mkdir(parents=True)
+    barrier()
+    return staging
+
+
+def _digests(folder: Path, state: TrainState) -> dict[str, Any]:
+    """Sizes and checksums of every file, each computed (and synced) by one rank."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    mine = {
+        name: manifest.digest(folder / name, sync=True) for name in names[state.ranks.rank :: state.ranks.world_size]
+    }
+    every: list[Any] = [None] * state.ranks.world_size
+    dist.all_gather_object(every, mine)
+    return {name: entry for part in every for name, entry in sorted(part.items())}
+
+
+def _manifest(state: TrainState, recorded: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+    plan = state.plan
+    shapes = {
+        name: list(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in state.engine.module.named_parameters()
+    }
+    return {
+        "format": manifest.FORMAT,
+        "step": state.step,
+        "samples_seen": state.samples_seen,
+        "world_size": state.ranks.world_size,
+        "zero_stage": plan.zero_stage,
+        "precision": plan.precision,
+        "offload_optimizer": plan.offload_device("optimizer"),
+        "offload_param": plan.offload_device("param"),
+        "seed": plan.config.run.seed,
+        "batch": {"global": plan.batch.global_batch_size, "micro": plan.batch.micro_batch_size},
+        "plan_fingerprint": plan.fingerprint,
+        "model_config": plan.config.model.config,
+        "versions": installed_versions(),
+        "tracker_run_id": state.tracker_run_id,
+        "recorded": recorded,
+        "parameters": shapes,
+        "files": files,
+    }
+
+
+def _commit(run: RunDir, staging: Path, final: Path) -> None:
+    """The folder gets its name, then `latest` points at it: two atomic renames, each on the disk before the next."""
+    for script in staging.glob("*.py"):  # DeepSpeed puts its own conversion scripts beside the tag
+        os.replace(script, run.checkpoints / script.name)
+    _sync_folder(staging / final.name)
+    if final.exists():  # an unfinished or abandoned one of an earlier attempt, at the same step
+        os.replace(final, staging / "replaced")
+    os.replace(staging / final.name, final)
+    _sync_folder(run.checkpoints)
+    write_text(run.latest, final.name)
+    _sync_folder(run.checkpoints)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _retain(state: TrainState, newest: Path) -> None:
+    """Deletes checkpoints beyond `checkpoint.keep`, oldest first; never the newest or the one this run resumed from."""
+    keep = state.plan.config.checkpoint.keep
+    if keep == 0:
+        return
+    kept = {newest.name, Path(state.plan.resume_from).name if state.plan.resume_from else newest.name}
+    older = [folder for folder in manifest.steps(state.run.checkpoints) if folder.name not in kept]
+    for folder in older[max(keep - 1, 0) :]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

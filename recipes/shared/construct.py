@@ -1,0 +1,164 @@
+"""Builds any torch module under ZeRO stage 3 with exactly the weights a plain construction gives, one shard per rank.
+
+Called by `recipes.shared.model` on every rank. While the model's own code runs, each finished submodule is cut into
+shards; code that touches a sharded parameter (initialisation by a parent, weight tying, edits) finds it whole again.
+Must never hold more than a few whole parameters at a time, and never change the order of random draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
+
+RESIDENT_BYTES = 64 * 2**20  # whole parameters kept for code that edits several in a row
+
+_T = torch.Tensor
+# Questions about a parameter that its placeholder answers: shape and type, not values.
+_METADATA = {
+    getattr(_T, name).__get__
+    for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad", "layout", "is_cuda", "is_meta")
+} | {
+    getattr(_T, name)
+    for name in (
+        *("size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex"),
+        *("requires_grad_", "__hash__", "__len__"),
+    )
+}
+_METADATA |= {_T.requires_grad.__set__, _T.grad.__set__}
+
+
+@dataclass
+class _Shard:
+    """This rank's piece of one parameter; `parameter` keeps the object alive so that its id stays its own."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    data: torch.Tensor
+
+
+class ShardedConstruction(TorchFunctionMode):
+    """Context in which modules are built: `with ShardedConstruction(device): model = Model()`.
+
+    All ranks run the same code with the same seed. Afterwards `partition` hands every parameter to DeepSpeed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.shards: dict[int, _Shard] = {}
+        self.resident: OrderedDict[int, nn.Parameter] = OrderedDict()
+        self.busy = False
+        self.peak_resident_bytes = 0
+
+    def __enter__(self) -> ShardedConstruction:
+        self.hook = register_module_module_registration_hook(self._on_attach)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hook.remove()
+        self._shed_all()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.busy and func not in _METADATA:
+            for value in _parameters_in(args, kwargs):
+                if id(value) in self.shards and id(value) not in self.resident:
+                    self._load(value)
+        return func(*args, **(kwargs or {}))
+
+    def _on_attach(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """A child that is attached has run its own __init__: its parameters can be cut."""
+        if child is None:
+            return
+        for parameter in child.parameters():
+            if id(parameter) not in self.shards:
+                self._shed(parameter)
+        self._trim()
+
+    def partition(self, model: nn.Module, dtype: torch.dtype, ds_config: dict[str, Any]) -> None:
+        """Gives each parameter, cast to `dtype`, to zero.Init in turn: shards land where `ds_config` says."""
+        self._shed_all()
+        deepspeed.zero.Init(module=_Stream(self, model, dtype), config_dict_or_path=ds_config)
+        self.shards.clear()
+
+    def _shed(self, parameter: nn.Parameter) -> None:
+        """Keeps this rank's piece of a whole parameter and leaves a placeholder of the same shape without storage."""
+        self.busy = True
+        try:
+            flat = parameter.data.detach().reshape(-1)
+            piece = math.ceil(flat.numel() / self.world_size)
+            mine = flat[self.rank * piece : (self.rank + 1) * piece]
+            data = torch.zeros(piece, dtype=flat.dtype)
+            data[: mine.numel()] = mine
+            self.shards[id(parameter)] = _Shard(parameter, parameter.shape, data)
+            parameter.data = torch.empty(1, dtype=flat.dtype).expand(parameter.shape)
+            self.resident.pop(id(parameter), None)
+        finally:
+            self.busy = False
+
+    def _load(self, parameter: nn.Parameter) -> None:
+        """Makes one parameter whole on every rank (collective: every rank runs the same construction code)."""
+        self.busy = True
+        try:
+            self._trim()
+            shard = self.shards[id(parameter)]
+            mine = shard.data.to(self.device)
+            whole = torch.empty(mine.numel() * self.world_size, dtype=mine.dtype, device=self.device)
+            dist.all_gather_into_tensor(whole, mine)
+            parameter.data = whole[: shard.shape.numel()].view(shard.shape).to("cpu")
+            self.resident[id(parameter)] = parameter
+            self.peak_resident_bytes = max(self.peak_resident_bytes, self._resident_bytes())
+        finally:
+            self.busy = False
+
+    def _resident_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.resident.values())
+
+    def _trim(self) -> None:
+        while len(self.resident) > 1 and self._resident_bytes() > RESIDENT_BYTES:
+            self._shed(next(iter(self.resident.values())))
+
+    def _shed_all(self) -> None:
+        for parameter in list(self.resident.values()):
+            self._shed(parameter)
+
+
+class _Stream(nn.Module):
+    """Looks like a module to zero.Init; its parameters become whole only when they are asked for."""
+
+    def __init__(self, construction: ShardedConstruction, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stream = (construction, model, dtype)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        construction, model, dtype = self.stream
+        for parameter in model.parameters():
+            if id(parameter) in construction.shards:
+                construction._load(parameter)
+                construction.resident.pop(id(parameter))
+                del construction.shards[id(parameter)]
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            yield parameter
+
+
+def _parameters_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[nn.Parameter]:
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters_in(tuple(value), None)

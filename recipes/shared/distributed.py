@@ -1,0 +1,78 @@
+"""Process group, device and this rank's place; agreement on the plan before anything else.
+
+Called first by every recipe on every rank.
+Must never build a model or read data: distributed comes before both.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from launcher.errors import Problem, UserError
+from launcher.plan import Plan
+from launcher.rundir import RunDir, write_json
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.rank == 0
+
+
+def initialise(plan: Plan) -> Ranks:
+    """Joins the process group. All ranks; raises UserError when they hold different plans or too few came."""
+    deepspeed.init_distributed()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(get_accelerator().device_name(local_rank))
+    get_accelerator().set_device(local_rank)
+    ranks = Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
+    if ranks.world_size != plan.world_size:
+        raise UserError(
+            Problem(
+                "world size", str(ranks.world_size), f"the plan has {plan.world_size} ranks", "start it with launch.py"
+            )
+        )
+    _agree_on_plan(plan, ranks)
+    return ranks
+
+
+def _agree_on_plan(plan: Plan, ranks: Ranks) -> None:
+    mine = torch.tensor(list(bytes.fromhex(plan.fingerprint)), dtype=torch.uint8, device=ranks.device)
+    every = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(every, mine)
+    different = [rank for rank, other in enumerate(every) if not torch.equal(other, every[0])]
+    if different:
+        raise UserError(
+            Problem(
+                "plan.json",
+                f"ranks {different} hold another plan than rank 0",
+                "hosts see different files under the same path",
+                "put the run folder on a file system that every host shares",
+            )
+        )
+
+
+def say(run: RunDir, text: str) -> None:
+    """Tells the launcher what is being done now. Any rank may call it; rank 0 acts."""
+    if dist.get_rank() == 0:
+        write_json(run.status, {"text": text})
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    dist.barrier()

@@ -1,0 +1,99 @@
+"""The shared train loop: fetch, forward and backward, step, log, evaluate, checkpoint, leave.
+
+Called by recipes on every rank with a loss function and two token windows.
+Must never branch on the stage, the offload or the recipe, and never let ranks disagree on what comes next.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recipes.shared.checkpoint.save import save
+from recipes.shared.data.order import sample_indices
+from recipes.shared.data.windows import TokenWindows
+from recipes.shared.distributed import say
+from recipes.shared.engine import plain_grad_norm
+from recipes.shared.evaluate import evaluate
+from recipes.shared.metrics import Metrics
+from recipes.shared.state import TrainState
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def train(state: TrainState, training: TokenWindows, validation: TokenWindows, loss_of: Loss, metrics: Metrics) -> None:
+    """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint."""
+    plan, engine = state.plan, state.engine
+    stop = StopRequest(state)
+    evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
+    say(state.run, "training")
+    metrics.start()
+    stopping = False
+    while state.step < plan.config.run.steps and not stopping:
+        losses = torch.zeros((), device=state.ranks.device)
+        micro_batches = step_batches(state, training)
+        lr = float(engine.optimizer.param_groups[0]["lr"])
+        grad_norm = None
+        for number, tokens in enumerate(micro_batches, 1):
+            loss = loss_of(engine, tokens)
+            engine.backward(loss)
+            losses += loss.detach()
+            if number == len(micro_batches):
+                grad_norm = plain_grad_norm(engine)
+            engine.step()
+        state.step += 1
+
+        mean_loss, stopping = stop.agree(losses / len(micro_batches))
+        last = stopping or state.step == plan.config.run.steps
+        metrics.step(mean_loss, lr, grad_norm)
+
+        if last or (evaluate_at and state.step % evaluate_at == 0):
+            metrics.evaluation(evaluate(state, validation))
+        if last or (checkpoint_at and state.step % checkpoint_at == 0):
+            metrics.flush()
+            save(state, metrics.recorded())
+    if state.saved_step != state.step:
+        metrics.evaluation(evaluate(state, validation))
+        metrics.flush()
+        save(state, metrics.recorded())
+
+
+def step_batches(state: TrainState, training: TokenWindows) -> list[torch.Tensor]:
+    """This rank's micro-batches of the next optimizer step, each int64 [micro, length] on the device.
+
+    Sample j of the step goes to micro-batch j // (micro x world), rank j // micro % world: the set of samples of
+    a step, and so its mean gradient, is the same for every world size.
+    """
+    batch, ranks = state.plan.batch, state.ranks
+    indices = sample_indices(
+        state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size
+    ).reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
+    return [
+        torch.from_numpy(training.batch(indices[micro, ranks.rank])).to(ranks.device, non_blocking=True)
+        for micro in range(batch.gradient_accumulation_steps)
+    ]
+
+
+class StopRequest:
+    """SIGTERM or SIGINT to this process, or the launcher's stop file: agreed on by all ranks at a step's end."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+        self.signalled = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signalled = True
+
+    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """(mean loss over ranks, whether any rank was asked to stop) in one all-reduce."""
+        asked = self.signalled or (self.state.ranks.is_main and self.state.run.stop_request.exists())
+        both = torch.stack([loss.double(), torch.full_like(loss, float(asked), dtype=torch.float64)])
+        dist.all_reduce(both)
+        both = both.cpu()
+        return both[0] / self.state.ranks.world_size, bool(both[1] > 0)

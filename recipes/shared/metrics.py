@@ -1,0 +1,112 @@
+"""metrics.jsonl and the run's result: one object per optimizer step, evaluations with "eval_loss".
+
+Made by recipes; the loop reports into it on every rank, rank 0 writes.
+Must never talk to a tracker directly from the loop: the tracker's own thread does.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from typing import Any
+
+import torch
+
+from launcher.rundir import write_json
+from recipes.shared.engine import global_grad_norm
+from recipes.shared.state import TrainState
+from recipes.shared.trackers import Tracker
+
+
+class Metrics:
+    """Writer of one run's metrics on rank 0; on the others every call is cheap and writes nothing."""
+
+    def __init__(self, state: TrainState, tracker: Tracker) -> None:
+        self.state, self.tracker = state, tracker
+        self.file = state.run.metrics.open("a", encoding="utf-8") if state.ranks.is_main else None
+        state.tracker_run_id = tracker.run_id or state.tracker_run_id
+        self.clock = time.perf_counter()
+        self.steps, self.seconds = 0, 0.0
+        self.last: dict[str, Any] = {}
+        self.first_step_time: float | None = None
+
+    def start(self) -> None:
+        """Starts the clock of the first step."""
+        self.clock = time.perf_counter()
+
+    def step(self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | None) -> None:
+        """Records the step just taken: mean loss over ranks, the learning rate it used, norm before clipping."""
+        now = time.perf_counter()
+        elapsed, self.clock = now - self.clock, now
+        self.first_step_time = self.first_step_time or time.time()
+        self.steps += 1
+        self.seconds += elapsed if self.steps > 1 else 0.0  # the first step warms up
+        norm = global_grad_norm(self.state.engine) if grad_norm is None else float(grad_norm)
+        batch, length = self.state.plan.batch.global_batch_size, self.state.plan.config.train.sequence_length
+        self._write(
+            {
+                "step": self.state.step,
+                "loss": float(loss),
+                "lr": lr,
+                "grad_norm": norm,
+                "step_s": round(elapsed, 6),
+                "tokens_per_s": round(batch * length / elapsed, 3),
+                "samples_seen": self.state.samples_seen,
+                "peak_bytes": peak_bytes(self.state.ranks.device),
+            }
+        )
+
+    def evaluation(self, loss: float | None) -> None:
+        """Records an evaluation; its time does not count as a step's."""
+        if loss is not None:
+            self._write({"step": self.state.step, "eval_loss": loss, "samples_seen": self.state.samples_seen})
+        self.clock = time.perf_counter()
+
+    def recorded(self) -> dict[str, Any]:
+        """The newest value of every field: goes into the checkpoint's manifest."""
+        return {key: self.last[key] for key in ("loss", "eval_loss", "lr") if key in self.last}
+
+    def flush(self) -> None:
+        """Makes every record durable before a checkpoint refers to it."""
+        if self.file is not None:
+            self.file.flush()
+
+    def finish(self, unigram_entropy: float) -> None:
+        """Ends the tracker and writes control/result.json, the proof that the run came to its end. Rank 0."""
+        self.tracker.finish()
+        if self.file is None:
+            return
+        self.file.close()
+        state = self.state
+        tokens = state.plan.batch.global_batch_size * state.plan.config.train.sequence_length
+        rate = (self.steps - 1) * tokens / self.seconds if self.seconds else None
+        write_json(
+            state.run.result,
+            {
+                "steps": state.step,
+                "final_train_loss": self.last.get("loss"),
+                "final_eval_loss": self.last.get("eval_loss"),
+                "unigram_entropy": unigram_entropy,
+                "tokens_per_s": rate,
+                "first_step_time": self.first_step_time,
+                "peak_bytes": peak_bytes(state.ranks.device),
+                "checkpoint": str(state.run.checkpoint(state.saved_step)) if state.saved_step is not None else None,
+                "tracker_run_id": self.tracker.run_id,
+                "tracker_sync": self.tracker.sync_command,
+            },
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self.last |= record
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            self.tracker.log(record)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak of allocated accelerator memory of this rank in bytes; on CPU the process's peak resident set."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

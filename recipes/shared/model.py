@@ -1,0 +1,79 @@
+"""Plan -> model: the Hugging Face architecture of its configuration, with the same initial weights at every stage.
+
+Called by recipes on every rank, after `distributed.initialise`.
+Must never download anything, and never hold a whole model per rank at stage 3.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from launcher.errors import Problem, UserError
+from launcher.plan import Plan
+from recipes.shared.construct import ShardedConstruction
+from recipes.shared.distributed import Ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_model(plan: Plan, ranks: Ranks) -> nn.Module:
+    """The model in training mode. Weights equal those of a plain construction after `torch.manual_seed(run.seed)`.
+
+    All ranks. Stages 0 to 2: whole, fp32, on the CPU (the engine casts and moves it). Stage 3: partitioned.
+    """
+    seed_everything(plan.config.run.seed)
+    if plan.zero_stage == 3 and ranks.world_size > 1:
+        with ShardedConstruction(ranks.device) as construction:
+            model = from_config(plan)
+        construction.partition(model, DTYPES[plan.precision], plan.deepspeed)
+    else:
+        model = from_config(plan)
+    seed_everything(plan.config.run.seed + 1 + ranks.rank)  # dropout differs between ranks
+    model.train()
+    return model
+
+
+def from_config(plan: Plan) -> nn.Module:
+    """A causal language model drawn from its configuration, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    section = plan.config.model
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if section.attn_implementation:
+        options["attn_implementation"] = section.attn_implementation
+    config = make_config(section.config)
+    config.use_cache = False
+    model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    if plan.config.activation.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def make_config(fields: dict[str, Any]) -> Any:
+    """Hugging Face configuration object of `fields`; raises UserError for a family the library does not have."""
+    from transformers import AutoConfig
+
+    rest = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    try:
+        return AutoConfig.for_model(fields["model_type"], **rest)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            Problem(
+                "model.config",
+                str(fields.get("model_type")),
+                f"transformers cannot build this configuration: {str(error).splitlines()[0]}",
+                "use a model_type and fields that the installed transformers knows",
+            )
+        ) from None
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and torch (CPU and accelerator) of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,34 @@
+"""The training state: what a checkpoint holds and a resume restores.
+
+Made by recipes; the loop, metrics and checkpoints read and advance it.
+Must never hold anything that could be derived from the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.plan import Plan
+from launcher.rundir import RunDir
+from recipes.shared.distributed import Ranks
+
+
+@dataclass
+class TrainState:
+    """One run in progress on this rank."""
+
+    engine: Any
+    plan: Plan
+    ranks: Ranks
+    run: RunDir
+    step: int = 0
+    """Optimizer steps taken."""
+    saved_step: int | None = None
+    """Step of the newest committed checkpoint of this process, or the one it was restored from."""
+    tracker_run_id: str | None = None
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the global order consumed so far: the next one to read."""
+        return self.step * self.plan.batch.global_batch_size
