@@ -15,6 +15,7 @@ import torch
 
 from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint import manifest
+from recipes.shared.checkpoint.adam import replay_bias_correction
 from recipes.shared.checkpoint.save import rng_name
 from recipes.shared.distributed import say
 from recipes.shared.state import TrainState
@@ -32,6 +33,7 @@ def restore(state: TrainState) -> None:
         raise UserError(
             Problem("checkpoint", str(folder), "DeepSpeed did not load it", "see this rank's log; choose an older one")
         )
+    replay_bias_correction(state.engine)
     set_rng_state(torch.load(folder / rng_name(state.ranks.rank), weights_only=True))
     state.step = state.saved_step = int(saved["step"])
     state.tracker_run_id = saved["tracker_run_id"]

@@ -82,8 +82,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         missing = f"{len(shards)} of {world_size} optimizer shards"
         raise UserError(Problem(str(folder), missing, "shards are missing", "copy every rank's files into one folder"))
     if not shards:
-        entries = _whole(model, set(model["module"]) - set(model["shared_params"]), trainable=True)
-        return Checkpoint(tuple(entries), dict(model["shared_params"]), 0)
+        return _stage0(model)
     stage = _number(shards[0].get("zero_stage", 1))
     if stage == 3:
         models = [model] + [unpickle.load(path) for path in states[1:]]
@@ -104,6 +103,20 @@ def _numbered(folder: Path, pattern: str) -> list[Path]:
     found = [(re.fullmatch(pattern, path.name), path) for path in folder.iterdir()]
     matches = [(int(match[1] or 0), path) for match, path in found if match]
     return [path for _, path in sorted(matches)]
+
+
+def _stage0(model: dict[str, Any]) -> Checkpoint:
+    """Stage 0 keeps the module whole and lists no ties: names that share their elements are tied to the first."""
+    buffers = set(model.get("buffer_names") or ())
+    first: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model["module"].items():
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+        if tensor.numel() and first.setdefault(place, name) != name:
+            tied[name] = first[place]
+    own = set(model["module"]) - tied.keys()
+    entries = _whole(model, own - buffers, trainable=True) + _whole(model, own & buffers, trainable=False)
+    return Checkpoint(tuple(entries), tied, 0)
 
 
 def _stage12(model: dict[str, Any], shards: list[dict[str, Any]]) -> list[Entry]:
