@@ -7,9 +7,11 @@ Must never import torch, and never start anything before the plan stands.
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,8 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from launcher import compose, env, render, run
 from launcher.command import ROOT
-from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, UserError
+from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, UserError, raise_if
+from launcher.explain import explain
 from launcher.plan import build_plan
+from launcher.resume import changed_layout, changed_options
 from launcher.rundir import RunDir, load_run
 
 CONF = ROOT / "conf"
@@ -29,16 +33,23 @@ CONF = ROOT / "conf"
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: this process's) and returns its exit code."""
     arguments = compose.rewrite_overrides(sys.argv[1:] if argv is None else argv)
-    sweep = bool({"--multirun", "-m"} & set(arguments))
+    if not {"--multirun", "-m"} & set(arguments):
+        return _execute(arguments, None)
+    with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper writes a file there, even when trials only plan
+        return _execute([*arguments, f"hydra.sweep.dir='{scratch}'"], _sweep_folder(arguments))
+
+
+def _execute(arguments: list[str], sweep: Path | None) -> int:
+    """Hands the command line to Hydra and returns the exit code; `sweep` is the folder of a sweep's trials."""
     trials: list[run.Outcome] = []
-    if sweep:
-        arguments = _with_sweep_folder(arguments)
     env.show_full_hydra_errors()
     sys.argv = [str(ROOT / "launch.py"), *arguments]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_task(trials, sweep))()
-    except (HydraException, OmegaConfBaseException) as error:
-        render.problems((compose.describe(error),))
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if type(error) is ValueError and not str(error).startswith("Config group override must be"):
+            raise  # Hydra's only refusal of a request that is a plain ValueError: zero=3, zero=null
+        render.problems((explain(error, arguments),))
         return EXIT_REQUEST
     except KeyboardInterrupt:
         if sweep:
@@ -51,13 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     return next((trial.exit_code for trial in trials if trial.exit_code), EXIT_OK)
 
 
-def _task(trials: list[run.Outcome], sweep: bool) -> Callable[[DictConfig], None]:
+def _task(trials: list[run.Outcome], sweep: Path | None) -> Callable[[DictConfig], None]:
     """The function Hydra calls once per trial."""
 
     def task(cfg: DictConfig) -> None:
-        overrides = [str(text) for text in HydraConfig.get().overrides.task]
+        overrides = compose.typed_overrides(HydraConfig.get().overrides.task)
         try:
-            outcome = _one(cfg, overrides, int(HydraConfig.get().job.num) if sweep else None)
+            outcome = _one(cfg, overrides, sweep / str(HydraConfig.get().job.num) if sweep else None)
         except UserError as error:
             render.problems(error.problems)
             outcome = run.Outcome(error.code, None, overrides, error="; ".join(p.why for p in error.problems))
@@ -68,10 +79,10 @@ def _task(trials: list[run.Outcome], sweep: bool) -> Callable[[DictConfig], None
     return task
 
 
-def _one(cfg: DictConfig, overrides: list[str], trial: int | None) -> run.Outcome:
-    """One request: builds its plan, prints it or starts its recipe."""
+def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outcome:
+    """One request: builds its plan, prints it or starts its recipe. `trial` is the run folder of a sweep's trial."""
     recipe = str(cfg.recipe.name)
-    resume_from: str | None = None
+    checkpoint: dict[str, Any] = {}
     if recipe in ("resume", "export"):
         old = load_run(compose.to_run_config(cfg).run.dir)
         stored = compose.to_run_config(compose.recompose(old, [], "pretrain")[0])
@@ -80,32 +91,27 @@ def _one(cfg: DictConfig, overrides: list[str], trial: int | None) -> run.Outcom
         config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
         if recipe == "export":
             return run.export(config, old, dry=config.mode == "plan")
-        problems = compose.refuse_changes(stored, config)
-        if problems:
-            raise UserError(*problems)
-        resume_from = run.newest_checkpoint(old)
+        raise_if(changed_options(stored, config))
+        checkpoint = run.newest_checkpoint(old)
     else:
         config, request = compose.to_run_config(cfg), overrides
-        if trial is not None and config.run.dir is not None:
-            config.run.dir = str(Path(config.run.dir) / str(trial))
-        elif trial is not None:
-            config.run.dir = str(Path(HydraConfig.get().sweep.dir).absolute() / str(trial))
-    plan = build_plan(config, run.worker_environment(config), run.measured_parameters(config), resume_from)
+        if trial is not None:
+            config.run.dir = str(Path(config.run.dir) / trial.name if config.run.dir else trial)
+    plan = build_plan(
+        config,
+        run.worker_environment(config),
+        run.measured_parameters(config),
+        resume_from=checkpoint.get("checkpoint"),
+    )
+    if checkpoint:
+        raise_if(changed_layout(plan, checkpoint["manifest"]))
     if config.mode == "plan":
         render.plan(plan, RunDir(config.run.dir or "RUN_DIR"), config.plan.format)
         return run.Outcome(EXIT_OK, None, overrides)
     return run.train(plan, request)
 
 
-def _with_sweep_folder(arguments: list[str]) -> list[str]:
-    """Tells Hydra where the trials' folders go: run.dir when given, else a new one under runs/."""
-    given = next((text.split("=", 1)[1] for text in arguments if text.startswith("run.dir=")), None)
-    if given and ("," in given or "(" in given):
-        return arguments  # a sweep over run.dir itself: every trial names its own folder
-    root = next((text.split("=", 1)[1] for text in arguments if text.startswith("run.root=")), "runs")
-    folder = given or f"{root}/sweep-{time.strftime('%Y%m%d-%H%M%S')}"
-    return (
-        arguments
-        if any(a.startswith("hydra.sweep.dir=") for a in arguments)
-        else [*arguments, f"hydra.sweep.dir={folder}"]
-    )
+def _sweep_folder(arguments: list[str]) -> Path:
+    """Where the trials' folders go when run.dir is not given: a new folder under run.root."""
+    root = next((text.split("=", 1)[1] for text in reversed(arguments) if text.startswith("run.root=")), "runs")
+    return Path(root, f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").absolute()

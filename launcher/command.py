@@ -14,6 +14,7 @@ from launcher.plan import Plan
 from launcher.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILD_OPERATORS = ROOT / "scripts" / "build_ops.py"
 WORKER = ROOT / "recipes" / "worker.py"
 
 
@@ -31,13 +32,33 @@ def deepspeed_command(plan: Plan, run: RunDir, master_port: int, master_addr: st
     argv += ["--no_ssh_check"]
     if master_addr:
         argv += ["--master_addr", master_addr]
-    if section.include or section.exclude:
+    # The MPI runners take no filter; the run's hostfile names just the chosen hosts (and rules.py their first slots).
+    if (section.include or section.exclude) and section.launcher in ("pdsh", "slurm"):
         argv += ["--include", spec({host.name: host.slots for host in cluster.hosts})]
     if section.ssh_port:
         argv += ["--ssh_port", str(section.ssh_port)]
     if section.launcher_args:
-        argv += ["--launcher_args", section.launcher_args]
+        argv += [f"--launcher_args={section.launcher_args}"]  # one word: the value may begin with a dash
     return [*argv, str(WORKER), str(run.plan)]
+
+
+def operators_command(plan: Plan) -> list[str]:
+    """argv that compiles, if they are missing on this machine, the DeepSpeed operators this plan loads."""
+    return [sys.executable, str(BUILD_OPERATORS), "--only", *needed_operators(plan)]
+
+
+def needed_operators(plan: Plan) -> list[str]:
+    """DeepSpeed's builder names of the compiled operators this plan loads, in the order they are loaded."""
+    needed = ["ShareMemComm"] if plan.cluster.accelerator == "cpu" else []
+    optimizer = plan.deepspeed.get("optimizer", {})
+    kind, offloaded = str(optimizer.get("type", "")).lower(), plan.offload_device("optimizer") is not None
+    if kind in ("adam", "adamw") and not optimizer.get("params", {}).get("torch_adam"):
+        needed.append("CPUAdam" if offloaded else "FusedAdam")
+    if offloaded and kind in ("lion", "adagrad"):
+        needed.append(f"CPU{kind.capitalize()}")
+    if "nvme" in (plan.offload_device("optimizer"), plan.offload_device("param")):
+        needed.append("AsyncIO")
+    return needed
 
 
 def hostfile_text(plan: Plan) -> str:

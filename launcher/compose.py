@@ -6,35 +6,24 @@ Must never start or write anything.
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher import env
 from launcher.errors import Problem, UserError
+from launcher.explain import explain
 from launcher.rundir import RunDir
-from launcher.schema import RunConfig, option_paths
+from launcher.schema import RunConfig
 
 FREE_MAPS = ("deepspeed", "model.config", "cluster.env")
 PATH_KEYS_DATA = ("files", "validation_files", "train", "validation", "tokenizer", "cache_dir", "data_files")
-# What a resumed run keeps from the run it continues: a change would make it another experiment.
-FIXED_ON_RESUME = (
-    "model",
-    "data",
-    "train.sequence_length",
-    "run.seed",
-    "train.global_batch_size",
-    "deepspeed.optimizer.type",
-)
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -44,11 +33,17 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise UserError(describe(error)) from None
+        raise UserError(explain(error)) from None
     assert isinstance(config, RunConfig)
     _absolute_paths(config)
     _model_from_path(config)
     return config
+
+
+def typed_overrides(task: Any) -> list[str]:
+    """The overrides as they were typed: `${...}` in one is resolved where it lands in the config, not in the text."""
+    texts: Any = OmegaConf.to_container(task, resolve=False)
+    return [str(text) for text in texts]
 
 
 def stored_overrides(run: RunDir) -> list[str]:
@@ -76,24 +71,6 @@ def recompose(run: RunDir, new_overrides: list[str], recipe: str) -> tuple[DictC
     return OmegaConf.create(result), combined
 
 
-def refuse_changes(stored: RunConfig, wanted: RunConfig) -> list[Problem]:
-    """What may not change when a run is resumed, by name."""
-    problems = []
-    old, new = _flatten(_as_dict(stored)), _flatten(_as_dict(wanted))
-    for path in sorted(old.keys() | new.keys()):
-        fixed = any(path == name or path.startswith(name + ".") for name in FIXED_ON_RESUME)
-        if fixed and old.get(path) != new.get(path) and path != "data.cache_dir":
-            problems.append(
-                Problem(
-                    path,
-                    f"{new.get(path)!r}, the run has {old.get(path)!r}",
-                    "a resumed run keeps its model, data, seed, batch and optimizer",
-                    "leave it out, or start a new run",
-                )
-            )
-    return problems
-
-
 def composed_yaml(config: RunConfig) -> str:
     """config.yaml of the run folder: the request, fully resolved."""
     return OmegaConf.to_yaml(OmegaConf.create(_as_dict(config)))
@@ -110,18 +87,6 @@ def auto_name(config: RunConfig) -> str:
     return "-".join(parts)
 
 
-def describe(error: Exception) -> Problem:
-    """One Problem from an exception of Hydra or OmegaConf, with the legal names next to it."""
-    text = str(error).split("\nfull_key:")[0].strip()
-    text = re.sub(r"\n?See https?://\S+.*", "", text, flags=re.DOTALL).strip()
-    cause = error.__cause__
-    if cause is not None and "not in struct" in str(cause):
-        text += "\n" + str(cause).splitlines()[0]
-    where = getattr(error, "full_key", None) or _first_quoted(text) or "command line"
-    got = repr(getattr(error, "value", None)) if getattr(error, "value", None) is not None else _first_line(text)
-    return Problem(str(where), got, text, _suggestion(str(where), error))
-
-
 def rewrite_overrides(arguments: list[str]) -> list[str]:
     """Makes keys of free-form maps settable with or without a leading `+`: Hydra tells them apart, users need not."""
     rewritten = []
@@ -130,34 +95,6 @@ def rewrite_overrides(arguments: list[str]) -> list[str]:
         free = not text.startswith("-") and bare.startswith(tuple(f"{name}." for name in FREE_MAPS))
         rewritten.append(f"++{bare}" if free and "=" in bare else text)
     return rewritten
-
-
-def _suggestion(where: str, error: Exception) -> str:
-    paths = option_paths()
-    key = where.lstrip("+~").split("=")[0].split("@")[0]
-    near = difflib.get_close_matches(key, paths, n=3, cutoff=0.6)
-    parent = key.rpartition(".")[0]
-    siblings = [path for path in paths if parent and path.startswith(parent + ".")]
-    if "Missing mandatory value" in str(error):
-        return f"add {key}=..."
-    if isinstance(error, HydraException) and "Available options" in str(error):
-        return "use one of the options listed above"
-    if near and key not in paths:
-        return f"did you mean {' or '.join(near)}?"
-    if siblings and key not in paths:
-        return f"options here: {', '.join(siblings)}"
-    if isinstance(error, HydraException) and ("mismatched input" in str(error) or "token recognition" in str(error)):
-        return "quote the value for Hydra inside the shell's quotes: 'key=\"value with , or special characters\"'"
-    return "see python launch.py --help for groups, options and their types"
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else "nothing"
-
-
-def _first_quoted(text: str) -> str | None:
-    match = re.search(r"'([^']+)'", text)
-    return match[1] if match else None
 
 
 def _key(override: str) -> str:
@@ -174,15 +111,6 @@ def _as_dict(config: RunConfig) -> dict[str, Any]:
     import dataclasses
 
     return dataclasses.asdict(config)
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def _apply_difference(target: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from launcher.cluster.value import Cluster
 from launcher.errors import Problem, UserError
 from launcher.schema import RunConfig
 
+LONGEST_AUTO_WARMUP = 2000  # optimizer steps; what published runs of any length use at most
 BATCH_KEYS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -62,13 +63,15 @@ def offload_device(deepspeed: dict[str, Any], what: str) -> str | None:
 
 
 def _fill_schedule(result: dict[str, Any], steps: int) -> None:
-    """total_num_steps = run.steps, and the peak of a warm-up that has none = the optimizer's learning rate."""
+    """total_num_steps = run.steps; warm-up auto = a tenth of it, up to LONGEST_AUTO_WARMUP; its peak = the lr."""
     scheduler = result.get("scheduler")
     if not scheduler:
         return
     params = scheduler.setdefault("params", {})
     if scheduler.get("type") in ("WarmupDecayLR", "WarmupCosineLR"):
         params.setdefault("total_num_steps", steps)
+    if params.get("warmup_num_steps") == "auto":
+        params["warmup_num_steps"] = max(1, min(steps // 10, LONGEST_AUTO_WARMUP))
     if scheduler.get("type") in ("WarmupDecayLR", "WarmupLR"):
         lr = result.get("optimizer", {}).get("params", {}).get("lr")
         if lr is not None:

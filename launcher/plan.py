@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -73,8 +74,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the plan's canonical JSON: equal on every rank or the run is refused."""
-        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return hashlib.sha256(_canonical(dataclasses.asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict for plan.json: every field, the fingerprint and the world size."""
@@ -83,17 +83,28 @@ class Plan:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
         """Inverse of `to_json`; raises UserError when the content does not match its fingerprint."""
-        plan: Plan = from_dict(Plan, value)
-        if plan.version != VERSION or plan.fingerprint != value.get("fingerprint"):
+        plan: Plan | None = None
+        try:
+            plan = from_dict(Plan, value)
+            content = f"fingerprint {plan.fingerprint}"
+        except (TypeError, AttributeError) as error:  # a field is missing, or is no longer what it was
+            content = f"no plan of version {VERSION} ({error})"
+        if plan is None or plan.version != VERSION or _canonical(plan.to_json()) != _canonical(value):
             raise UserError(
                 Problem(
                     "plan.json",
-                    f"version {plan.version}, fingerprint {value.get('fingerprint')}",
-                    f"its content has fingerprint {plan.fingerprint}: it was edited or written by another version",
+                    f"version {value.get('version')}, fingerprint {value.get('fingerprint')}",
+                    f"its content has {content}: it was edited or written by another version",
                     "start a new run; plans are not edited by hand",
                 )
             )
         return plan
+
+
+def _canonical(value: dict[str, Any]) -> str:
+    """One text for one content: keys are sorted as the strings they become in the file, tuples are lists."""
+    plain = json.loads(json.dumps(value, allow_nan=False))
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -142,9 +153,17 @@ def build_plan(
         batch=batch,
         deepspeed=deepspeed,
         estimate=_estimate(parameters, deepspeed, cluster, batch),
-        env=env,
+        env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
+
+
+def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
+    """On CPU: DeepSpeed is told so on every host, and the ranks of a host share its cores."""
+    if cluster.accelerator != "cpu":
+        return {}
+    threads = (os.cpu_count() or 1) // max(len(host.slots) for host in cluster.hosts)
+    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, threads))}
 
 
 def _estimate(parameters: int | None, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Estimate:

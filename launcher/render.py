@@ -193,9 +193,10 @@ def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure |
         base = f"python {Path(sys.argv[0]).name}"
         folder = shlex.quote(str(run.path))
         print(f"checkpoint {summary['checkpoint']}")
-        print(f"resume:    {base} recipe=resume run.dir={folder} run.steps={2 * value.config.run.steps}")
+        steps = value.config.run.steps if summary["steps"] < value.config.run.steps else 2 * value.config.run.steps
+        print(f"resume:    {base} recipe=resume run.dir={folder} run.steps={steps}")
         print(f"export:    {base} recipe=export run.dir={folder}")
-        print(f"plan:      {base} mode=plan recipe=resume run.dir={folder}")
+        print(f"plan:      {base} mode=plan recipe=resume run.dir={folder} run.steps={steps}")
 
 
 def export_plan(request: dict[str, Any], as_json: bool) -> None:

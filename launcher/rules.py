@@ -1,4 +1,4 @@
-"""Cross-field rules, one function each: (RunConfig, Cluster, DeepSpeed dict) -> Problem or None.
+"""Cross-field rules, one function each: (RunConfig, Cluster, DeepSpeed dict) -> Problem, a list of them, or None.
 
 Called when a plan is built, all of them, so that every problem is reported at once.
 Must never warn: what cannot be honoured is refused here with its fix.
@@ -6,23 +6,31 @@ Must never warn: what cannot be honoured is refused here with its fix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from launcher.cluster.filters import spec
 from launcher.cluster.value import Cluster
 from launcher.ds_config import offload_device, precision, zero_stage
 from launcher.errors import Problem
 from launcher.schema import RunConfig
 
-Rule = Callable[[RunConfig, Cluster, dict[str, Any]], Problem | None]
+Rule = Callable[[RunConfig, Cluster, dict[str, Any]], Problem | list[Problem] | None]
 MODES = ("train", "plan")
 RECIPES = ("pretrain", "resume", "export")
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 
 
 def judge(config: RunConfig, cluster: Cluster, deepspeed: dict[str, Any]) -> list[Problem]:
-    """Every rule's problem, in the order of RULES."""
-    problems = (rule(config, cluster, deepspeed) for rule in RULES)
-    return [problem for problem in problems if problem is not None]
+    """Every rule's problems, in the order of RULES."""
+    problems: list[Problem] = []
+    for rule in RULES:
+        found = rule(config, cluster, deepspeed)
+        problems += found if isinstance(found, list) else [found] if found is not None else []
+    return problems
 
 
 def stage_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
@@ -115,7 +123,10 @@ def quantised_gradients_need_hosts(config: RunConfig, cluster: Cluster, ds: dict
 
 def hpz_divides_the_world(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     size = ds.get("zero_optimization", {}).get("zero_hpz_partition_size")
-    if size is None or (isinstance(size, int) and 1 <= size <= cluster.world_size and not cluster.world_size % size):
+    # "auto" stands here only while another problem keeps it from being solved
+    if size in (None, "auto") or (
+        isinstance(size, int) and 1 <= size <= cluster.world_size and not cluster.world_size % size
+    ):
         return None
     return Problem(
         "deepspeed.zero_optimization.zero_hpz_partition_size",
@@ -178,7 +189,7 @@ def adagrad_cannot_resume_at_stage3(config: RunConfig, cluster: Cluster, ds: dic
 def warmup_fits_the_run(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     params = ds.get("scheduler", {}).get("params", {})
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
-    if warmup is None or total is None or warmup <= total:
+    if warmup in (None, "auto") or total is None or warmup <= total:
         return None
     return Problem(
         "deepspeed.scheduler.params.warmup_num_steps",
@@ -194,6 +205,48 @@ def mode_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Pr
     return Problem("mode", config.mode, "not a mode", f"use mode={' or mode='.join(MODES)}")
 
 
+def recipe_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    if config.recipe.name in RECIPES:
+        return None
+    return Problem("recipe.name", config.recipe.name, "not a recipe", f"use recipe={' or recipe='.join(RECIPES)}")
+
+
+def launcher_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    name = config.cluster.launcher
+    if name in LAUNCHERS:
+        return None
+    return Problem("cluster.launcher", name, "not a launcher of DeepSpeed's", f"use {', '.join(LAUNCHERS)}")
+
+
+def launcher_can_place_the_ranks(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    """deepspeed 0.19.8 launcher/multinode_runner.py: only pdsh pins slots; mpich and slurm want equal hosts."""
+    name = config.cluster.launcher
+    if cluster.local or name == "pdsh" or name not in LAUNCHERS:
+        return None
+    got = spec({host.name: host.slots for host in cluster.hosts})
+    if any(host.slots != tuple(range(len(host.slots))) for host in cluster.hosts):
+        why = f"{name} starts processes by count and cannot choose slots"
+        return Problem("cluster.launcher", f"{name} for {got}", why, "choose whole hosts, or use cluster.launcher=pdsh")
+    if name in ("mpich", "slurm") and cluster.slots_per_host is None:
+        why = f"{name} starts as many processes on every host"
+        return Problem("cluster.launcher", f"{name} for {got}", why, "choose equal hosts, or use cluster.launcher=pdsh")
+    return None
+
+
+def run_folder_survives_the_remote_shell(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    """pdsh replaces %h, %n and %u in the command it sends, and a shell on each host reads the rest."""
+    path = config.run.dir or f"{config.run.root}/{config.run.name or ''}".rstrip("/")
+    found = sorted(set(re.findall(r"[%$`\"'\\;&|<>()*?\[\]{}\x00-\x1f]", path)))
+    if cluster.local or config.cluster.launcher != "pdsh" or not found:
+        return None
+    return Problem(
+        "run.dir",
+        path,
+        f"pdsh or the shell of another host would replace or expand {' '.join(map(repr, found))}",
+        "use letters, digits, spaces and . _ - + = @ in the run's folder",
+    )
+
+
 def plan_format_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     if config.plan.format in ("text", "json"):
         return None
@@ -206,7 +259,7 @@ def tracker_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) ->
     return Problem("tracker.kind", config.tracker.kind, "not a tracker", "use tracker=none or tracker=wandb")
 
 
-def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
     least = {
         "run.steps": (config.run.steps, 1),
         "train.sequence_length": (config.train.sequence_length, 2),
@@ -217,10 +270,20 @@ def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "checkpoint.keep": (config.checkpoint.keep, 0),
         "export.max_shard_bytes": (config.export.max_shard_bytes, 1),
     }
-    for where, (value, minimum) in least.items():
-        if value < minimum:
-            return Problem(where, str(value), f"it is at least {minimum}", f"{where}={minimum} or more")
-    return None
+    return [
+        Problem(where, str(value), f"it is at least {minimum}", f"{where}={minimum} or more")
+        for where, (value, minimum) in least.items()
+        if value < minimum
+    ]
+
+
+def numbers_are_finite(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
+    """JSON has no infinity and no NaN: neither the plan nor DeepSpeed's file could hold one."""
+    return [
+        Problem(path, str(value), "it is not a finite number", f"give {path} a finite number, or leave it out")
+        for path, value in _leaves(dataclasses.asdict(config))
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
 
 
 def export_dtype_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
@@ -241,10 +304,23 @@ def sequence_fits_the_model(config: RunConfig, cluster: Cluster, ds: dict[str, A
     )
 
 
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of everything in `value` that is neither a mapping nor a list."""
+    if not isinstance(value, dict | list):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+
+
 def _zeropp_keys(ds: dict[str, Any]) -> list[str]:
     zero = ds.get("zero_optimization", {})
-    keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    return [key for key in keys if zero.get(key) not in (None, False, 1)]
+    chosen = {
+        "zero_hpz_partition_size": zero.get("zero_hpz_partition_size") not in (None, 1),
+        "zero_quantized_weights": bool(zero.get("zero_quantized_weights")),
+        "zero_quantized_gradients": bool(zero.get("zero_quantized_gradients")),
+    }
+    return [key for key, is_chosen in chosen.items() if is_chosen]
 
 
 def _optimizer(ds: dict[str, Any]) -> str:
@@ -253,9 +329,14 @@ def _optimizer(ds: dict[str, Any]) -> str:
 
 RULES: tuple[Rule, ...] = (
     mode_is_known,
+    recipe_is_known,
+    launcher_is_known,
+    launcher_can_place_the_ranks,
+    run_folder_survives_the_remote_shell,
     plan_format_is_known,
     tracker_is_known,
     counts_are_positive,
+    numbers_are_finite,
     export_dtype_is_known,
     sequence_fits_the_model,
     stage_is_known,

@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher import compose, env, render
-from launcher.command import ROOT, deepspeed_command, hostfile_text, local_worker_command
+from launcher.command import ROOT, deepspeed_command, hostfile_text, local_worker_command, operators_command
 from launcher.errors import EXIT_OK, EXIT_TRAINING, Problem, UserError
 from launcher.plan import Plan, installed_versions
 from launcher.planner import shapes
 from launcher.rundir import RunDir, check_writable, read_json, write_json, write_text
 from launcher.schema import RunConfig
 from launcher.supervise import Ending, supervise
-
-OPERATORS_SCRIPT = ROOT / "scripts" / "build_ops.py"
 
 
 @dataclass
@@ -75,15 +73,15 @@ def export(config: RunConfig, run: RunDir, dry: bool) -> Outcome:
     return Outcome(EXIT_OK, run.path, [], answer)
 
 
-def newest_checkpoint(run: RunDir) -> str:
-    """Folder of the newest good checkpoint; raises UserError when there is none."""
-    return str(ask_worker("find_checkpoint", {"run_dir": str(run.path)})["checkpoint"])
+def newest_checkpoint(run: RunDir) -> dict[str, Any]:
+    """{"checkpoint": folder, "manifest": its manifest} of the newest good one; raises UserError when there is none."""
+    return ask_worker("find_checkpoint", {"run_dir": str(run.path)})
 
 
 def checkpoint_of_step(run: RunDir, step: int | None) -> str:
     """Folder of the checkpoint at `step` (None: the newest good one)."""
     if step is None:
-        return newest_checkpoint(run)
+        return str(newest_checkpoint(run)["checkpoint"])
     folder = run.checkpoint(step)
     if not folder.is_dir():
         known = sorted(path.name for path in run.checkpoints.glob("step_*"))
@@ -172,13 +170,13 @@ def _prepare_data(plan: Plan) -> None:
 
 def _build_operators(plan: Plan) -> None:
     """Compiles the DeepSpeed operators this machine lacks; a no-op once they are there."""
-    process = subprocess.run([sys.executable, str(OPERATORS_SCRIPT)], env=env.child_environment(plan.env), check=False)
+    process = subprocess.run(operators_command(plan), env=env.child_environment(plan.env), check=False)
     if process.returncode:
         raise UserError(
             Problem(
                 "DeepSpeed operators",
                 f"exit code {process.returncode}",
-                "they do not compile here; the compiler's output is above",
+                "an operator this plan needs does not compile here; the lines above name it and its log",
                 "install g++ and the Python headers (Debian: build-essential python3-dev)",
             )
         )
@@ -224,12 +222,7 @@ def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:
     address = None if plan.cluster.local else _master_address(plan)
     port = plan.config.cluster.master_port or _free_port()
     argv = deepspeed_command(plan, run, port, address)
-    variables = dict(plan.env)
-    if plan.cluster.accelerator == "cpu":
-        variables["DS_ACCELERATOR"] = "cpu"
-        threads = max(1, (os.cpu_count() or 1) // max(len(host.slots) for host in plan.cluster.hosts))
-        variables.setdefault("OMP_NUM_THREADS", str(threads))
-    environment = env.child_environment(variables)
+    environment = env.child_environment(plan.env)
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # the slots of the plan decide; the front-end would ignore it
     render.start(run, plan, attempt)
     with render.progress(plan) as progress:

@@ -185,14 +185,14 @@ def _convert(hint: Any, value: Any) -> Any:
     return value
 
 
-def option_paths(cls: type[Any] = RunConfig, prefix: str = "") -> list[str]:
-    """Dotted names of every option, in declaration order; free-form maps count as one."""
+def option_types(cls: type[Any] = RunConfig, prefix: str = "") -> dict[str, str]:
+    """{dotted name: type} of every option, in declaration order; free-form maps count as one."""
     hints = typing.get_type_hints(cls)
-    paths: list[str] = []
+    options: dict[str, str] = {}
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            paths += option_paths(hint, f"{prefix}{field.name}.")
+            options |= option_types(hint, f"{prefix}{field.name}.")
         else:
-            paths.append(prefix + field.name)
-    return paths
+            options[prefix + field.name] = str(field.type)
+    return options

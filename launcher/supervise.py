@@ -114,7 +114,8 @@ def supervise(
             _end_group(process, run)
         for record in tail.read():
             on_metrics(record)
-    first = _recorded_failure(run) or first
+    if first is None or first.kind == "peer":
+        first = _recorded_failure(run) or first
     return _ending(process.returncode, first, stopped, run)
 
 
@@ -137,20 +138,15 @@ def _ending(returncode: int | None, first: Failure | None, stopped: int | None, 
 def _first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure | None:
     """The earliest failure record, else (on this machine) a rank whose process is gone without a result."""
     recorded = _recorded_failure(run)
-    if recorded is not None or not local or run.result.exists():
+    if (recorded is not None and recorded.kind != "peer") or not local or run.result.exists():
         return recorded
     for rank, host in enumerate(rank_hosts):
         entry = read_json(run.pid(rank))
-        if entry and not _alive(int(entry["pid"])) and not (run.control / f"done.rank{rank}").exists():
-            recorded = _recorded_failure(run)
-            return recorded or Failure(
-                rank,
-                host,
-                f"rank {rank} on {host} was killed (no error of its own)",
-                run.rank_log(host, rank),
-                "killed",
-            )
-    return None
+        ended = run.failure(rank).exists() or (run.control / f"done.rank{rank}").exists()
+        if entry and not ended and not _alive(int(entry["pid"])):
+            message = f"rank {rank} on {host} was killed (no error of its own)"
+            return Failure(rank, host, message, run.rank_log(host, rank), "killed")
+    return recorded
 
 
 def _recorded_failure(run: RunDir) -> Failure | None:

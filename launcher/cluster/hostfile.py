@@ -12,7 +12,9 @@ from pathlib import Path
 from launcher.errors import Problem, UserError, raise_if
 
 FORM = "HOST slots=N, for example `node1 slots=8`"
+CREDENTIALS = "credentials do not belong in a hostfile"
 _LINE = re.compile(r"^(?P<host>\S+)[ \t]+slots=(?P<slots>[0-9]+)$")
+_SECRET = re.compile(r"(passw|secret|token|://)", re.IGNORECASE)
 _HOST = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
 
 
@@ -29,10 +31,9 @@ def parse_hostfile(path: Path) -> dict[str, tuple[int, ...]]:
         )
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            Problem("cluster.hostfile", str(path), f"it is not UTF-8 text ({error.reason})", f"each line is {FORM}")
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is not UTF-8: {error.reason}"
+        raise UserError(Problem("cluster.hostfile", str(path), f"it {reason}", f"each line is {FORM}")) from None
     return parse_lines(text, str(path))
 
 
@@ -47,7 +48,8 @@ def parse_lines(text: str, name: str) -> dict[str, tuple[int, ...]]:
             continue
         problem = _line_problem(line)
         if problem is not None:
-            problems.append(Problem(f"{name}:{number}", raw.strip(), *problem))
+            got = "(not shown)" if problem[0] == CREDENTIALS else raw.strip()
+            problems.append(Problem(f"{name}:{number}", got, *problem))
             continue
         match = _LINE.match(line)
         assert match is not None
@@ -71,9 +73,10 @@ def parse_lines(text: str, name: str) -> dict[str, tuple[int, ...]]:
 
 def _line_problem(line: str) -> tuple[str, str] | None:
     """(why, fix) when `line` is not exactly HOST slots=N."""
-    host = line.split()[0]
-    if re.search(r"(passw|secret|token|://)", line, re.IGNORECASE) or re.match(r"^[^@\s]+:[^@\s]+@", host):
-        return "credentials do not belong in a hostfile", "use SSH keys; the line is " + FORM
+    host, match = line.split()[0], _LINE.match(line)
+    named = match is not None and _HOST.match(host)  # a machine may be called token-ring
+    if (not named and _SECRET.search(line)) or re.match(r"^[^@\s]+:[^@\s]+@", host):
+        return CREDENTIALS, "use SSH keys; the line is " + FORM
     if "@" in host:
         return (
             "'@' separates hosts in include/exclude filters",
@@ -86,7 +89,6 @@ def _line_problem(line: str) -> tuple[str, str] | None:
             "DeepSpeed's filters cannot hold an IPv6 address",
             "give the address a name in /etc/hosts or ~/.ssh/config and use the name",
         )
-    match = _LINE.match(line)
     if match is None:
         extra = re.match(r"^\S+[ \t]+slots=[0-9]+[ \t]+(\S.*)$", line)
         if extra:
@@ -94,8 +96,8 @@ def _line_problem(line: str) -> tuple[str, str] | None:
         return "the line is not of the expected form", "write " + FORM
     if not _HOST.match(host):
         return "the host name has characters that no host name has", "write " + FORM
-    if int(match["slots"]) < 1:
+    if not match["slots"].strip("0"):
         return "a host without slots takes no part", "remove the line or give it slots=1 or more"
-    if int(match["slots"]) > 1024:
+    if len(match["slots"].lstrip("0")) > 4 or int(match["slots"]) > 1024:
         return "no machine has that many accelerators", "slots is the number of GPUs of the host"
     return None

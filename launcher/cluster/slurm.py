@@ -25,7 +25,8 @@ def slurm_hosts(variables: dict[str, str]) -> dict[str, tuple[int, ...]]:
         )
     hosts = expand_nodelist(nodelist)
     gpus = variables.get("SLURM_GPUS_ON_NODE") or variables.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    counts = [int(gpus)] * len(hosts) if gpus.isdecimal() else _repeat(variables.get("SLURM_TASKS_PER_NODE", "1"))
+    tasks = _repeat(variables.get("SLURM_TASKS_PER_NODE", "1"))
+    counts = [int(gpus)] * len(hosts) if gpus.isdecimal() and int(gpus) else tasks
     if len(counts) != len(hosts):
         raise UserError(
             Problem(

@@ -6,6 +6,7 @@ Must never connect to a host (preflight does) and never guess a host the user di
 
 from __future__ import annotations
 
+import itertools
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,10 @@ class Cluster:
 
 def resolve(section: ClusterSection) -> Cluster:
     """Cluster of the request; raises UserError for anything that does not name existing hosts and slots."""
+    if section.accelerator not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            Problem("cluster.accelerator", section.accelerator, "not an accelerator", "use auto, cpu or cuda")
+        )
     if section.kind == "local":
         return _local(section)
     if section.kind == "hostfile":
@@ -88,13 +93,11 @@ def _local(section: ClusterSection) -> Cluster:
             ("include", section.include),
             ("exclude", section.exclude),
             ("master_addr", section.master_addr),
+            ("launcher_args", section.launcher_args),
+            ("ssh_port", section.ssh_port),
         )
         if value is not None
     ]
-    if section.accelerator not in ("auto", "cpu", "cuda"):
-        problems.append(
-            Problem("cluster.accelerator", section.accelerator, "not an accelerator", "use auto, cpu or cuda")
-        )
     if section.num_procs is not None and section.num_procs < 1:
         problems.append(Problem("cluster.num_procs", str(section.num_procs), "a run needs a process", "use 1 or more"))
     if problems:
@@ -112,7 +115,7 @@ def _local_gpus(num_procs: int | None) -> tuple[int, ...]:
         devices = tuple(range(count_gpus()))
     else:
         try:
-            devices = tuple(int(part) for part in visible.split(",") if part.strip())
+            numbers = [int(part) for part in visible.split(",") if part.strip()]
         except ValueError:
             raise UserError(
                 Problem(
@@ -122,6 +125,8 @@ def _local_gpus(num_procs: int | None) -> tuple[int, ...]:
                     "name the cards by index, for example CUDA_VISIBLE_DEVICES=0,1",
                 )
             ) from None
+        # As the CUDA driver reads it: the list ends before the first negative id, so -1 hides every card.
+        devices = tuple(itertools.takewhile(lambda number: number >= 0, numbers))
     wanted = num_procs if num_procs is not None else len(devices)
     if not devices or wanted > len(devices):
         raise UserError(

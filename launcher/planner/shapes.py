@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-# Fields that would change shapes in a way the formulas below do not cover.
-_UNHANDLED = {"llama": ("pretraining_tp",), "gpt2": ("add_cross_attention",)}
+# Fields that would change shapes in a way the formulas below do not cover, and the value at which they do not.
+_UNHANDLED: dict[str, dict[str, Any]] = {"llama": {"pretraining_tp": 1}, "gpt2": {"add_cross_attention": False}}
 
 
 def count_parameters(config: dict[str, Any]) -> int | None:
     """Trainable parameters, tied weights once; None when this configuration has to be measured."""
     kind = config.get("model_type")
-    if kind not in _FAMILIES or any(config.get(field) not in (None, False, 1) for field in _UNHANDLED[kind]):
+    if kind not in _FAMILIES or any(
+        config.get(field) not in (None, harmless) for field, harmless in _UNHANDLED[kind].items()
+    ):
         return None
     try:
         return _FAMILIES[kind](config)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
