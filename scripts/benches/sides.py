@@ -1,0 +1,165 @@
+"""One request -> the two ways to train it: by launch.py, and by the bare DeepSpeed loop on the very same plan.
+
+Used by the benches `loop` and `start`.
+Must never give one side a model, a sample, a DeepSpeed key or a variable that the other does not get.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benches.request import BenchError, with_defaults
+from benches.timing import Ran, base_environment, run_to_end
+from launcher.command import ROOT, WORKER, deepspeed_command
+from launcher.errors import UserError, format_problems
+from launcher.plan import Plan, read_plan
+from launcher.rundir import RunDir
+from recipes.shared.data.build import prepare
+
+BARE = Path(__file__).resolve().parent / "bare_loop.py"
+# A step takes about 0.3 s on two cores; the schedule is constant so that runs of any length compare.
+DEFAULTS = [
+    "model=tiny",
+    "zero=stage2",
+    "schedule=constant",
+    "train.sequence_length=256",
+    "train.micro_batch_size=8",
+    "train.gradient_accumulation_steps=1",
+    "eval.samples=2",
+]
+LOSS_RELATIVE = 1e-6  # the same arithmetic in the same order: room for the mean over ranks alone, fp32 has 1.2e-7
+OWN_TO_A_RUN = {"MASTER_PORT"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One finished run. `first_step_s`: from the command to the end of the first optimizer step."""
+
+    first_step_s: float
+    tokens_per_s: float
+    losses: list[float]
+
+
+class Sides:
+    """Both ways to train `overrides` for `steps` optimizer steps, of which the first `skip` are not timed."""
+
+    def __init__(self, overrides: list[str], steps: int, skip: int, folder: Path) -> None:
+        if not 1 <= skip < steps:
+            raise BenchError(f"of {steps} steps, {skip} cannot be left out: at least 1, and fewer than all")
+        own = [f"run.steps={steps}", "eval.every=0", "checkpoint.every=0"]
+        self.overrides = [*with_defaults(DEFAULTS, overrides), *own]
+        self.skip, self.folder = skip, folder
+        self.environment = base_environment()
+        self.plan = self._ask_plan()
+        if not self.plan.cluster.local:
+            raise BenchError("the two sides are compared on one host: cluster=local")
+        data = self.plan.config.data
+        try:
+            self.corpus = prepare(data, self.plan.config.train.sequence_length, Path(data["cache_dir"]))
+        except UserError as error:
+            raise BenchError(format_problems(error.problems, "the corpus cannot be used")) from None
+        self.rank_environments: dict[str, dict[str, str] | None] = {}
+
+    def ours(self) -> Trained:
+        """Trains with launch.py."""
+        run = RunDir(self.folder / "ours")
+        ran = self._run("ours", [sys.executable, str(ROOT / "launch.py"), *self.overrides, f"run.dir={run.path}"])
+        if _subject(read_plan(run.plan)) != _subject(self.plan):
+            raise BenchError("launch.py made another plan than mode=plan did; were files of conf/ edited meanwhile?")
+        lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+        records = [line for line in lines if "loss" in line]
+        first = json.loads(run.result.read_text(encoding="utf-8"))["first_step_time"]
+        seconds = sum(record["step_s"] for record in records[self.skip :])
+        shutil.rmtree(run.path)
+        return self._trained(ran, first, seconds, [record["loss"] for record in records])
+
+    def bare(self) -> Trained:
+        """Trains with the bare loop, under the options that launch.py gives to DeepSpeed's launcher."""
+        place = self.folder / "bare"
+        place.mkdir()
+        result, request, plan = place / "result.json", place / "request.json", place / "plan.json"
+        plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
+        content = {"plan": str(plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
+        request.write_text(json.dumps(content), encoding="utf-8")
+        command = deepspeed_command(self.plan, RunDir(place), _free_port(), None)
+        assert command[-2] == str(WORKER), command
+        ran = self._run("bare", [*command[:-2], str(BARE), str(request)])
+        found = json.loads(result.read_text(encoding="utf-8"))
+        seconds = found["step_ends"][-1] - found["step_ends"][self.skip - 1]
+        shutil.rmtree(place)
+        return self._trained(ran, found["first_step_time"], seconds, found["losses"])
+
+    def check_same(self, ours: list[Trained], bare: list[Trained]) -> None:
+        """Raises BenchError unless all runs had the same losses, and ranks of both sides the same environment."""
+        for number, pair in enumerate(zip(ours, bare, strict=True), 1):
+            for step, (mine, theirs) in enumerate(zip(pair[0].losses, pair[1].losses, strict=True), 1):
+                if not math.isclose(mine, theirs, rel_tol=LOSS_RELATIVE):
+                    raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {theirs!r} in the bare loop")
+        mine_env, bare_env = self.rank_environments["ours"], self.rank_environments["bare"]
+        assert mine_env and bare_env, "a run that trained had a rank 0"
+        differing = sorted(name for name in mine_env | bare_env if mine_env.get(name) != bare_env.get(name))
+        if set(differing) - OWN_TO_A_RUN:
+            raise BenchError(f"the ranks of the two sides run with different variables: {', '.join(differing)}")
+
+    def _run(self, side: str, argv: list[str]) -> Ran:
+        """One run; at a side's first, rank 0's environment is noted."""
+        watch = (WORKER if side == "ours" else BARE) if side not in self.rank_environments else None
+        environment = self.environment if side == "ours" else self._bare_environment()
+        ran = run_to_end(argv, self.folder / f"{side}.log", environment, watch)
+        if watch is not None:
+            self.rank_environments[side] = ran.rank_environment
+        return ran
+
+    def _bare_environment(self) -> dict[str, str]:
+        """What launch.py gives to DeepSpeed's launcher; `check_same` finds out when this is no longer so."""
+        variables = dict(self.plan.env)
+        if self.plan.cluster.accelerator == "cpu":
+            variables["DS_ACCELERATOR"] = "cpu"
+            threads = max(1, (os.cpu_count() or 1) // self.plan.world_size)
+            variables.setdefault("OMP_NUM_THREADS", str(threads))
+        inherited = {name: value for name, value in self.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+        return inherited | variables
+
+    def _ask_plan(self) -> Plan:
+        argv = [sys.executable, str(ROOT / "launch.py"), "mode=plan", "plan.format=json", *self.overrides]
+        answer = subprocess.run(argv, env=self.environment, capture_output=True, text=True, check=False)
+        if answer.returncode:
+            raise BenchError(f"launch.py refuses this request\n{answer.stderr}")
+        value = json.loads(answer.stdout)
+        del value["commands"]  # shown beside the plan, no part of it
+        return Plan.from_json(value)
+
+    def _trained(self, ran: Ran, first_step_time: float, seconds: float, losses: list[float]) -> Trained:
+        config, timed = self.plan.config, len(losses) - self.skip
+        tokens = timed * self.plan.batch.global_batch_size * config.train.sequence_length
+        return Trained(first_step_time - ran.started, tokens / seconds, losses)
+
+
+def _subject(plan: Plan) -> list[Any]:
+    """What two runs must share to be the same training."""
+    config = plan.config
+    return [
+        plan.deepspeed,
+        plan.batch,
+        plan.cluster,
+        plan.env,
+        config.model,
+        config.data,
+        config.train,
+        config.run.seed,
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,162 @@
+"""Every bench runs once, at a size where its figures mean nothing, and leaves the rows it promises.
+
+The loop and start benches share how they train both sides; real training is started once, for `loop`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# One rank, and an optimizer that needs no compiled operator: what remains is starting Python.
+TINY = [
+    "cluster.accelerator=cpu",
+    "cluster.num_procs=1",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=1",
+    "train.sequence_length=32",
+    "train.micro_batch_size=2",
+    "train.gradient_accumulation_steps=2",
+    "deepspeed.optimizer.params.torch_adam=true",
+    "data.max_bytes=300000",
+]
+ROW = {
+    *("bench", "what", "unit", "median", "min", "max", "bound", "holds", "values", "parts"),
+    *("options", "overrides", "cpus", "date", "command", "revision", "changed_files", "versions", "hardware"),
+}
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `scripts/bench *words` to its end."""
+    argv = [sys.executable, str(ROOT / "scripts" / "bench"), *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+
+
+def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """The JSON rows of a finished bench: its last lines, as many as its table shows."""
+    assert done.returncode in (0, 1), done.stderr  # 1: a bound is missed, as it may be at this size
+    lines = done.stdout.splitlines()
+    shown = [line for line in lines if line.split()[-1] in ("holds", "MISSED")]
+    found = [json.loads(line) for line in lines[-len(shown) :]]
+    assert done.returncode == int(not all(row["holds"] for row in found))
+    for row in found:
+        assert row.keys() == ROW
+        assert len(row["values"]) == 1 and row["min"] == row["median"] == row["max"] == row["values"][0] > 0
+        assert row["hardware"]["cpu"] and row["hardware"]["cores"] and row["versions"]["deepspeed"]
+    return found
+
+
+def test_plan_bench_compares_planning_and_help_to_deepspeeds_help() -> None:
+    mode_plan, show_help = rows_of(bench("plan", "pairs=1", "warm_up=0", "zero=stage3"))
+    for row, ours in ((mode_plan, "launch.py mode=plan"), (show_help, "launch.py --help")):
+        assert row["what"] == f"{ours} over deepspeed --help"
+        assert row["bound"] == "at most 0.35"
+        assert row["overrides"] == ["zero=stage3"]
+        assert row["median"] == row["parts"][f"{ours}, s"][0] / row["parts"]["deepspeed --help, s"][0]
+
+
+@pytest.mark.train
+def test_loop_bench_trains_both_sides_alike(tmp_path: Path) -> None:
+    [row] = rows_of(bench("loop", "pairs=1", "steps=3", "skip=1", *TINY, f"data.cache_dir={tmp_path}"))
+    assert row["bound"] == "at least 0.98"
+    assert row["command"].startswith("scripts/bench loop pairs=1 steps=3 skip=1 ")
+    assert row["median"] == row["parts"]["ours, tokens/s"][0] / row["parts"]["bare, tokens/s"][0]
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """What `start` runs, with recorded values in place of training; its plan and corpus are real."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benches import sides, start
+
+    class Recorded(sides.Sides):
+        made: ClassVar[dict[str, list[Any]]] = {
+            "ours": [sides.Trained(s, 1.0, [5.0, 4.0]) for s in (90.0, 11.0, 12.0)],
+            "bare": [sides.Trained(s, 1.0, [5.0, 4.0]) for s in (10.0, 10.0, 10.0)],
+        }
+        environments: ClassVar[dict[str, dict[str, str]]] = {
+            "ours": {"A": "1", "MASTER_PORT": "1"},
+            "bare": {"A": "1", "MASTER_PORT": "2"},
+        }
+
+        def ours(self) -> Any:
+            self.rank_environments = self.environments
+            return self.made["ours"].pop(0)
+
+        def bare(self) -> Any:
+            return self.made["bare"].pop(0)
+
+    monkeypatch.setattr(start, "Sides", Recorded)
+    return Recorded
+
+
+def start_rows(*words: str) -> Any:
+    """What the start bench makes of `words`."""
+    from benches import request, start
+
+    return start.run(request.parse(list(words), start.OPTIONS))
+
+
+def test_start_bench_leaves_the_warm_up_out(sides: Any) -> None:
+    [row] = start_rows("pairs=2", "warm_up=1", *TINY)
+    assert row.values == [1.1, 1.2]
+    assert row.median == pytest.approx(1.15)
+    assert row.parts == {"ours, s": [11.0, 12.0], "bare, s": [10.0, 10.0]}
+
+
+def test_sides_with_different_losses_are_not_compared(sides: Any) -> None:
+    from benches.request import BenchError
+
+    sides.made["bare"][1].losses[1] *= 1 + 3e-6
+    with pytest.raises(BenchError, match=r"pair 2, step 2: loss 4\.0 here, 4\.000012 in the bare loop"):
+        start_rows("pairs=2", "warm_up=1", *TINY)
+
+
+def test_sides_with_different_environments_are_not_compared(sides: Any) -> None:
+    from benches.request import BenchError
+
+    sides.environments["bare"]["OMP_NUM_THREADS"] = "1"
+    with pytest.raises(BenchError, match="different variables: MASTER_PORT, OMP_NUM_THREADS"):
+        start_rows("pairs=2", "warm_up=1", *TINY)
+
+
+def test_torch_in_the_process_that_plans_is_refused(sides: Any, tmp_path: Path) -> None:
+    from benches.plan import refuse_heavy_imports
+    from benches.request import BenchError
+
+    script = tmp_path / "heavy.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import launcher.errors, numpy")
+    with pytest.raises(BenchError, match=r"heavy\.py loads numpy"):
+        refuse_heavy_imports([str(script)])
+
+
+def test_unknown_bench_lists_those_there_are() -> None:
+    done = bench("nothing")
+    assert done.returncode == 2
+    assert {"plan", "loop", "start"} <= {line.split()[0] for line in done.stdout.splitlines()[1:]}
+    assert "bare_loop" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loop", "pairs=many"], "pairs is a whole number, not 'many'"),
+        (["loop", "pairs=0"], "pairs is at least 1"),
+        (["loop", "quick"], "'quick' is no key=value; its own options: pairs, steps, skip"),
+        (["loop", "steps=5", "skip=5"], "of 5 steps, 5 cannot be left out"),
+        (["start", "zero=stage9"], "launch.py refuses this request"),
+    ],
+)
+def test_wrong_request_measures_nothing(words: list[str], message: str) -> None:
+    done = bench(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
