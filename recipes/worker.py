@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -56,7 +56,7 @@ def main() -> int:
     _redirect_output(run.rank_log(host, rank))
     write_json(run.pid(rank), {"pid": os.getpid(), "host": host})
     _watch_for_abort(run)
-    return _run_rank(plan, run, rank, host)
+    _run_rank(plan, run, rank, host)
 
 
 def run_job(name: str) -> int:
@@ -73,7 +73,7 @@ def run_job(name: str) -> int:
     return 0
 
 
-def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> int:
+def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
     """Runs the recipe; a failure is recorded with its kind before the process leaves."""
     try:
         importlib.import_module(f"recipes.{plan.config.recipe.name}").run(plan, run)
@@ -85,7 +85,9 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> int:
         write_json(run.failure(rank), _failure(error, rank, host))
         os._exit(1)  # without waiting for collectives that will never complete
     (run.control / f"done.rank{rank}").touch()
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking the interpreter with torch in it down in order takes seconds and tells nobody anything
 
 
 def _failure(error: BaseException, rank: int, host: str) -> dict[str, Any]:

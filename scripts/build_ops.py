@@ -50,8 +50,8 @@ CPU = (
     Operator("FusedAdam", ("fused_adam",), "about 60 s"),
     Operator("CPUAdam", ("cpu_adam",), "about 60 s"),
 )
-CPU_NVME = (Operator("AsyncIO", ("pin_memory", "async_io"), "about 4 minutes"),)
-CPU_MORE = (
+NVME = (Operator("AsyncIO", ("pin_memory", "async_io"), "about 4 minutes"),)
+MORE = (
     Operator("CPULion", ("cpu_lion",), "about 60 s"),
     Operator("CPUAdagrad", ("cpu_adagrad",), "about 45 s"),
 )
@@ -63,7 +63,8 @@ CUDA = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the DeepSpeed operators this machine needs.")
-    parser.add_argument("--all", action="store_true", help="also the optimizers Lion and Adagrad for offload")
+    parser.add_argument("--all", action="store_true", help="also AsyncIO for NVMe, and Lion and Adagrad for offload")
+    parser.add_argument("--only", metavar="NAME", nargs="*", help="just these, whatever the defaults")
     parser.add_argument("--retry", action="store_true", help="try again what failed before")
     args = parser.parse_args()
 
@@ -73,7 +74,7 @@ def main() -> int:
     # The venv's ninja, as in training: another version cannot read this one's log and would compile everything again.
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
-    operators = needed(args.all)
+    operators = needed(args.all, args.only)
     if all(is_built(operator, root) for operator in operators) and not any(root.glob("*/lock")):
         return 0
     root.mkdir(parents=True, exist_ok=True)
@@ -86,13 +87,16 @@ def main() -> int:
     return 0 if all(results) else 1
 
 
-def needed(everything: bool) -> tuple[Operator, ...]:
+def needed(everything: bool, only: list[str] | None) -> tuple[Operator, ...]:
     """The operators for this machine's accelerator, told without torch the way DeepSpeed will tell it with torch."""
-    if requested_accelerator() != "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
-        return CUDA
-    headers = (Path(prefix, "libaio.h") for prefix in ("/usr/include", "/usr/local/include"))
-    nvme = CPU_NVME if any(header.is_file() for header in headers) else ()
-    return CPU + nvme + (CPU_MORE if everything else ())
+    cuda = requested_accelerator() != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
+    every = (CUDA if cuda else CPU) + NVME + MORE
+    if only is not None:
+        return tuple(operator for operator in every if operator.builder in only)
+    if everything:
+        headers = (Path(prefix, "libaio.h") for prefix in ("/usr/include", "/usr/local/include"))
+        return tuple(op for op in every if op not in NVME or any(header.is_file() for header in headers))
+    return CUDA if cuda else CPU
 
 
 def is_built(operator: Operator, root: Path) -> bool:

@@ -153,7 +153,10 @@ class _Stream(nn.Module):
                 del construction.shards[id(parameter)]
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+            shape = parameter.shape
+            parameter.data = parameter.data.reshape(-1) if parameter.dim() == 0 else parameter.data
             yield parameter
+            parameter.ds_shape = shape  # DeepSpeed 0.19.8 cannot broadcast a scalar, but gathers one by its shape
 
 
 def _parameters_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[nn.Parameter]:

@@ -7,6 +7,7 @@ Must never change the plan's dict: DeepSpeed gets a copy.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,10 +16,13 @@ from torch import nn
 
 from launcher.plan import Plan
 from launcher.rundir import RunDir, write_json
+from recipes.shared.operators import remember_cpu
 
 
 def build_engine(plan: Plan, model: nn.Module) -> Any:
     """The engine over `model` with the optimizer and schedule of the plan's DeepSpeed dict. All ranks."""
+    if "TORCH_EXTENSIONS_DIR" in plan.env:
+        remember_cpu(Path(plan.env["TORCH_EXTENSIONS_DIR"]))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False

@@ -1,0 +1,127 @@
+"""Starts real runs of the product in fresh processes and reads what they left: metrics, plans, checkpoints.
+
+Used by every test in this folder. Runs are kept for the session, by overrides: tests that need the same run share it.
+Must never read results off log text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=160",
+    "model.config.num_hidden_layers=2",
+    "train.sequence_length=64",
+    "train.micro_batch_size=2",
+    "train.gradient_accumulation_steps=2",
+    "eval.samples=12",
+    "cluster.accelerator=cpu",
+    "cluster.num_procs=2",
+]
+
+
+def launch(*overrides: str, timeout_s: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `python launch.py *overrides` to its end."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *overrides],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        **options,
+    )
+
+
+class Runs:
+    """Finished runs of this session, by their overrides."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known: dict[tuple[str, ...], Path] = {}
+
+    def new(self) -> Path:
+        """A path for a run that does not exist yet."""
+        return self.folder / f"run{len(list(self.folder.iterdir())):03d}-{time.monotonic_ns()}"
+
+    def get(self, *overrides: str) -> Path:
+        """Folder of the finished run with these overrides on top of SMALL; started when nobody asked for it before."""
+        if overrides not in self.known:
+            folder = self.new()
+            done = launch(*SMALL, *overrides, f"run.dir={folder}")
+            assert done.returncode == 0, done.stdout + done.stderr
+            self.known[overrides] = folder
+        return self.known[overrides]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Every object of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    """The objects of optimizer steps."""
+    return [record for record in records(run) if "loss" in record]
+
+
+def losses(run: Path) -> list[float]:
+    """Loss of every optimizer step."""
+    return [record["loss"] for record in steps(run)]
+
+
+def start(*overrides: str) -> subprocess.Popen[str]:
+    """Starts `python launch.py *overrides` and returns at once."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch.py"), *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 120) -> Any:
+    """The first true value of `condition`, polled; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"still not true after {timeout_s} s: {condition}")
+
+
+def last_step(run: Path) -> int:
+    """Newest step in metrics.jsonl, 0 before the first; tolerates a line that is being written."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        if line.endswith("}"):
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Live processes whose command line names a file of this run."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
+            str(run) in word for word in process.info["cmdline"] or ()
+        ):
+            found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def kill_everything(run: Path) -> None:
+    """SIGKILL to the launcher, the front-end, its node launcher and every rank of a run, at once."""
+    for process in processes_of(run):
+        process.kill()
+    wait_until(lambda: not processes_of(run), 30)

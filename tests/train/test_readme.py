@@ -1,0 +1,55 @@
+"""Every command the README prints works as printed, and its tree names every file there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.running import ROOT, SMALL, Runs
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+LAUNCHES = [command for command in COMMANDS if command.startswith(("python launch.py", "bash scripts/run"))]
+
+
+def test_the_readme_has_the_commands_this_file_knows() -> None:
+    others = [command for command in COMMANDS if command not in LAUNCHES]
+    assert others == ["bash scripts/test"]
+    assert len(LAUNCHES) == 7
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_readme_command_works(runs: Runs, tmp_path: Path, command: str) -> None:
+    """As printed, in a folder of its own; long ones are cut short, those for a cluster are planned."""
+    words = shlex.split(command)
+    arguments = words[2:]
+    if "cluster=hostfile" in arguments:
+        arguments.append("mode=plan")
+    elif "mode=plan" not in arguments:
+        finished = runs.get("run.steps=2", "schedule=constant")
+        short = ["run.steps=3", "schedule=constant"]
+        if any(argument.startswith("recipe=export") for argument in arguments):
+            short = [f"export.dir={tmp_path / 'export'}"]
+        elif not any(argument.startswith("recipe=") for argument in arguments):
+            short = [*SMALL, *short, f"run.root={tmp_path}"]
+        arguments = [f"run.dir={finished}" if word == "run.dir=runs/X" else word for word in arguments] + short
+        arguments = [word for word in arguments if word != "run.steps=400"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tree_names_every_file() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    code = [
+        path for path in tracked if path.endswith(".py") and not path.endswith("__init__.py") and "tests/" not in path
+    ]
+    missing = [path for path in code if f"`{path}`" not in README]
+    assert not missing, "add a line to README.md for: " + ", ".join(missing)

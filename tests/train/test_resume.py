@@ -1,0 +1,124 @@
+"""A run that is killed and resumed is the run that was not killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.running import (
+    SMALL,
+    Runs,
+    kill_everything,
+    last_step,
+    launch,
+    losses,
+    processes_of,
+    records,
+    start,
+    steps,
+    wait_until,
+)
+from tests.train.test_parity import overrides
+
+SETUPS = [("stage0", "none"), ("stage1", "none"), ("stage2", "none"), ("stage3", "none"), ("stage3", "cpu_all")]
+
+
+def killed_after(runs: Runs, step: int, *options: str) -> Path:
+    """Folder of a run whose every process got SIGKILL once `step` steps were logged."""
+    run = runs.new()
+    process = start(*SMALL, *options, f"run.dir={run}")
+    wait_until(lambda: last_step(run) >= step or process.poll() is not None)
+    kill_everything(run)
+    process.wait()
+    assert step <= last_step(run) < 20, "the run ended before it could be killed"
+    return run
+
+
+@pytest.mark.parametrize(("zero", "offload"), SETUPS)
+def test_killed_and_resumed_equals_uninterrupted(runs: Runs, zero: str, offload: str) -> None:
+    whole = runs.get(*overrides("true", zero, offload))
+    options = (*overrides("true", zero, offload), "checkpoint.every=5", "checkpoint.keep=2")
+    run = killed_after(runs, 11, *options)
+    done = launch("recipe=resume", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    resumed_from = Path(json.loads((run / "plan.json").read_text())["resume_from"]).name
+    assert resumed_from == "step_00000010"
+    assert [record["step"] for record in steps(run)] == list(range(1, 21))
+    assert losses(run) == losses(whole)
+    assert [record["lr"] for record in steps(run)] == [record["lr"] for record in steps(whole)]
+    assert [record["grad_norm"] for record in steps(run)] == [record["grad_norm"] for record in steps(whole)]
+    assert records(run)[-1]["eval_loss"] == records(whole)[-1]["eval_loss"]
+    dropped = (run / "history" / "0001" / "metrics_dropped.jsonl").read_text().splitlines()
+    assert json.loads(dropped[0])["step"] == 11
+
+
+def test_resume_goes_on_after_the_end_with_more_steps(runs: Runs) -> None:
+    run = runs.new()
+    assert launch(*SMALL, "run.steps=4", "schedule=constant", f"run.dir={run}").returncode == 0
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=6", "checkpoint.keep=0")
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in steps(run)] == [1, 2, 3, 4, 5, 6]
+    assert (run / "history" / "0001" / "plan.json").exists()
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000006"]
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000006"
+
+
+def test_resume_refuses_another_experiment_by_name(runs: Runs) -> None:
+    run = runs.get(*overrides("true", "stage2", "none"))
+    before = (run / "plan.json").read_text()
+    done = launch(
+        "recipe=resume", f"run.dir={run}", "run.steps=30", "run.seed=7", "model.config.hidden_size=32", "data=text"
+    )
+    assert done.returncode == 2
+    for name in ("run.seed", "model.config.hidden_size", "data.kind"):
+        assert name in done.stderr
+    assert (run / "plan.json").read_text() == before
+
+
+def test_resume_falls_back_past_a_broken_checkpoint_and_says_so(runs: Runs) -> None:
+    run = runs.new()
+    options = ("run.steps=4", "schedule=constant", "checkpoint.every=2", "checkpoint.keep=0")
+    assert launch(*SMALL, *options, f"run.dir={run}").returncode == 0
+    shard = next((run / "checkpoints" / "step_00000004").glob("*optim_states.pt"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=5")
+    assert done.returncode == 0, done.stderr
+    assert "passed over step_00000004" in done.stderr and shard.name in done.stderr
+    assert [record["step"] for record in steps(run)] == [1, 2, 3, 4, 5]
+
+
+def test_resume_without_any_checkpoint_never_starts_from_scratch(runs: Runs, tmp_path: Path) -> None:
+    source = runs.get(*overrides("true", "stage2", "none"))
+    run = tmp_path / "copy"
+    run.mkdir()
+    for name in ("plan.json", "config.yaml", "overrides.txt"):
+        (run / name).write_text((source / name).read_text())
+    (run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=30")
+    assert done.returncode == 2
+    assert "no whole checkpoint" in done.stderr and "step_00000020" in done.stderr
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_no_process_is_left_behind(runs: Runs) -> None:
+    assert not processes_of(runs.folder)
+
+
+def test_resume_refuses_another_layout_by_name(runs: Runs) -> None:
+    run = runs.get(*overrides("true", "stage2", "none"))
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=30", "zero=stage3", "cluster.num_procs=4")
+    assert done.returncode == 2
+    assert "world size 4, the checkpoint has 2" in done.stderr
+    assert "ZeRO stage 3, the checkpoint has 2" in done.stderr
+    assert "global batch 16, the checkpoint has 8" in done.stderr
+
+
+def test_resume_of_a_finished_run_says_that_nothing_is_left(runs: Runs) -> None:
+    run = runs.get(*overrides("true", "stage2", "none"))
+    done = launch("recipe=resume", f"run.dir={run}")
+    assert done.returncode == 2
+    assert "already at step 20" in done.stderr and "run.steps=40" in done.stderr

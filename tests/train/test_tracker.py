@@ -1,0 +1,72 @@
+"""W&B: one run on global rank 0, continued on resume; a tracker that fails or hangs never stops training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.train.running import SMALL, Runs, launch, steps
+
+SHORT = (*SMALL, "run.steps=3", "schedule=constant", "eval.samples=0", "tracker=wandb")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Without any W&B settings of whoever runs the tests."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return (
+        kept
+        | {"HOME": "/nonexistent-home", "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
+        | extra
+    )
+
+
+def test_one_offline_run_that_a_resume_continues(runs: Runs) -> None:
+    run = runs.new()
+    done = launch(*SHORT, f"run.dir={run}", env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    (folder,) = (run / "wandb").glob("offline-run-*")
+    assert folder.name.endswith(summary["tracker_run_id"])
+    assert summary["tracker_sync"] == f"wandb sync {folder}" and summary["tracker_sync"] in done.stdout
+    assert (
+        json.loads((run / "checkpoints" / "step_00000003" / "manifest.json").read_text())["tracker_run_id"]
+        == (summary["tracker_run_id"])
+    )
+    data = next(folder.glob("*.wandb")).read_bytes()
+    assert b"tokens_per_s" in data and b"grad_norm" in data
+    again = launch("recipe=resume", f"run.dir={run}", "run.steps=5", env=environment())
+    assert again.returncode == 0, again.stderr
+    assert json.loads((run / "summary.json").read_text())["tracker_run_id"] == summary["tracker_run_id"]
+    assert all(path.name.endswith(summary["tracker_run_id"]) for path in (run / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code"),
+    [
+        ("raises", "def init(**options):\n    raise RuntimeError('no tracker today')\n"),
+        ("hangs", "import time\ndef init(**options):\n    time.sleep(600)\n"),
+    ],
+)
+def test_a_tracker_in_trouble_never_stops_training(runs: Runs, tmp_path: Path, trouble: str, code: str) -> None:
+    """A stand-in `wandb` ahead of the real one: training ends well and the log says what happened."""
+    (tmp_path / "wandb.py").write_text(code + "class Settings:\n    def __init__(self, **options): pass\n")
+    run = runs.new()
+    done = launch(
+        *SHORT, "tracker.timeout_s=2", f"run.dir={run}", env=environment(PYTHONPATH=str(tmp_path)), timeout_s=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["step"] for record in steps(run)] == [1, 2, 3]
+    log = next((run / "logs").glob("*.rank0.log")).read_text()
+    assert ("no tracker today" if trouble == "raises" else "gave up after 2.0 s") in log
+
+
+def test_no_key_of_the_environment_reaches_the_run_folder(runs: Runs) -> None:
+    run, secret = runs.new(), "planted-secret-4711"
+    names = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")
+    done = launch(*SHORT, f"run.dir={run}", env=environment(WANDB_MODE="offline", **dict.fromkeys(names, secret)))
+    assert done.returncode == 0, done.stderr
+    found = [path for path in run.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert not found
