@@ -288,4 +288,4 @@ def test_help_names_every_group_and_its_choices(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     for group, choices in groups().items():
-        assert f"{group}: {', '.join(choices)}\n" in done.stdout
+        assert f"  {group:<12} {', '.join(choices)}\n" in done.stdout

@@ -17,6 +17,20 @@ from tests.plan.asking import broken_rules, planned, refused, refuses
 
 HPZ_SIZE = "+deepspeed.zero_optimization.zero_hpz_partition_size"
 WARMUP = "deepspeed.scheduler.params.warmup_num_steps"
+RATIO = "deepspeed.zero_optimization.offload_optimizer.ratio"
+SUPER = "deepspeed.zero_optimization.offload_optimizer.super_offload=true"
+ZENFLOW = "deepspeed.zero_optimization.zenflow={topk_ratio: 0.1}"
+ACCUMULATE = "deepspeed.data_types.grad_accum_dtype"
+ALLGATHER = "deepspeed.zero_optimization.allgather_bucket_size"
+MASTERS = "deepspeed.bf16.bf16_master_weights_and_grads"
+PLAIN_REDUCTION = "deepspeed.zero_optimization.reduce_scatter=false"
+SKIP_NORM = "deepspeed.zero_optimization.compute_grad_norm=false"
+ADAFACTOR = (
+    "deepspeed.optimizer.type=Adafactor",
+    "~deepspeed.optimizer.params.betas",
+    "~deepspeed.optimizer.params.eps",
+)
+LAMB = ("zero=stage0", "deepspeed.optimizer.type=Lamb")
 NVME_PATH = "deepspeed.zero_optimization.offload_optimizer.nvme_path"
 
 
@@ -57,6 +71,9 @@ CASES = [
     ),
     Case("run_folder_survives_the_remote_shell", ("run.root='/a;b'",), ("run.root='/a;b'", "run.dir=/c"), hosts=2),
     Case("plan_format_is_known", ("plan.format=xml",), ("plan.format=json",)),
+    Case("launcher_needs_hosts", ("cluster.launcher=slurm",), ("cluster.launcher=pdsh",)),
+    Case("tracker_options_need_a_tracker", ("tracker.group=a",), ("tracker=wandb", "tracker.group=a")),
+    Case("tracker_options_need_a_tracker", ("tracker.tags=[a]",), ("tracker=wandb", "tracker.tags=[a]")),
     Case("tracker_is_known", ("tracker.kind=pigeon",), ("tracker.kind=wandb",)),
     Case("counts_are_positive", ("train.sequence_length=1",), ("train.sequence_length=2",)),
     Case("counts_are_positive", ("eval.every=-1",), ("eval.every=0",)),
@@ -71,6 +88,39 @@ CASES = [
     Case("export_dtype_is_known", ("export.dtype=int3",), ("export.dtype=fp16",)),
     Case("sequence_fits_the_model", ("train.sequence_length=2049",), ("train.sequence_length=2048",)),
     Case("sequence_fits_the_model", ("model=gpt2_small", "train.sequence_length=1025"), ("model=gpt2_small",)),
+    Case(
+        "model_shape_is_sound",
+        ("model.config.num_attention_heads=6", "model.config.num_key_value_heads=6"),
+        ("model.config.num_attention_heads=6", "model.config.num_key_value_heads=6", "model.config.head_dim=20"),
+    ),
+    Case("model_shape_is_sound", ("model.config.num_key_value_heads=3",), ("model.config.num_key_value_heads=2",)),
+    Case("model_shape_is_sound", ("model.config.head_dim=31",), ("model.config.head_dim=30",)),
+    Case(
+        "model_shape_is_sound",
+        ("model=gpt2_small", "model.config.n_head=10"),
+        ("model=gpt2_small", "model.config.n_head=8"),
+    ),
+    Case(
+        "ranks_are_data_parallel",
+        ("+deepspeed.tensor_parallel.autotp_size=2",),
+        ("+deepspeed.tensor_parallel.autotp_size=1",),
+    ),
+    Case("ranks_are_data_parallel", ("+deepspeed.sequence_parallel_size=2",), ("+deepspeed.sequence_parallel_size=1",)),
+    Case(
+        "unreached_parts_are_not_asked_for",
+        ("+deepspeed.compile.deepcompile=true",),
+        ("+deepspeed.compile.deepcompile=false",),
+    ),
+    Case(
+        "unreached_parts_are_not_asked_for",
+        ("+deepspeed.activation_checkpointing.partition_activations=true",),
+        ("activation=full",),
+    ),
+    Case(
+        "unreached_parts_are_not_asked_for",
+        ("+deepspeed.managed_gradient_accumulation=false",),
+        ("+deepspeed.managed_gradient_accumulation=true",),
+    ),
     Case("stage_is_known", ("deepspeed.zero_optimization.stage=4",), ("deepspeed.zero_optimization.stage=3",)),
     Case("offload_optimizer_needs_a_stage", ("zero=stage0", "offload=cpu"), ("zero=stage1", "offload=cpu")),
     Case("offload_param_needs_stage3", ("zero=stage2", "offload=cpu_all"), ("zero=stage3", "offload=cpu_all")),
@@ -84,7 +134,31 @@ CASES = [
         ("zero=stage3", "offload=nvme", f"{NVME_PATH}=null"),
         ("zero=stage3", "offload=nvme", f"{NVME_PATH}=/nvme"),
     ),
+    Case(
+        "partial_offload_needs_cpu_adam_at_stage3",
+        ("zero=stage2", "offload=cpu", f"{RATIO}=0.5"),
+        ("zero=stage3", "offload=cpu", f"{RATIO}=0.5"),
+    ),
+    Case(
+        "partial_offload_needs_cpu_adam_at_stage3",
+        ("zero=stage3", "offload=cpu", f"{RATIO}=0.5", "optim=lion"),
+        ("zero=stage3", "offload=cpu", f"{RATIO}=1.0", "optim=lion"),
+    ),
+    Case(
+        "super_offload_needs_cuda_at_stage3",
+        ("zero=stage2", "offload=cpu", SUPER),
+        ("zero=stage3", "offload=cpu", SUPER),
+        hosts=1,
+    ),
+    Case(
+        "super_offload_needs_cuda_at_stage3",
+        ("zero=stage3", "offload=cpu", SUPER, "cluster.accelerator=cpu"),
+        ("zero=stage3", "offload=cpu", SUPER),
+        hosts=1,
+    ),
+    Case("zenflow_changes_the_weights", ("zero=stage2", "offload=cpu", ZENFLOW), ("zero=stage2", "offload=cpu")),
     Case("zeropp_needs_stage3", ("zero=stage2", "zeropp=hpz"), ("zero=stage3", "zeropp=hpz"), hosts=2),
+    Case("zeropp_needs_stage3", ("zero=stage2", "zeropp=hpz"), ("zero=stage3", "zeropp=hpz")),
     Case("zeropp_needs_stage3", ("zero=stage2", "zeropp=qwz"), ("zero=stage3", "zeropp=qwz"), hosts=2),
     Case("zeropp_needs_stage3", ("zero=stage2", "zeropp=full"), ("zero=stage3", "zeropp=full"), hosts=2),
     Case(
@@ -95,6 +169,33 @@ CASES = [
     ),
     Case("quantised_gradients_need_hosts", ("zero=stage3", "zeropp=qgz"), ("zero=stage3", "zeropp=qwz"), hosts=1),
     Case("hpz_divides_the_world", ("zero=stage3", f"{HPZ_SIZE}=3"), ("zero=stage3", f"{HPZ_SIZE}=2"), hosts=2),
+    Case("hpz_groups_lie_within_a_host", ("zero=stage3", f"{HPZ_SIZE}=8"), ("zero=stage3", f"{HPZ_SIZE}=4"), hosts=2),
+    Case(
+        "keys_belong_to_the_stage",
+        ("zero=stage2", "+deepspeed.zero_optimization.stage3_max_live_parameters=5"),
+        ("zero=stage3", "+deepspeed.zero_optimization.stage3_max_live_parameters=5"),
+    ),
+    Case(
+        "keys_belong_to_the_stage",
+        ("zero=stage3", "+deepspeed.zero_optimization.round_robin_gradients=true"),
+        ("zero=stage2", "+deepspeed.zero_optimization.round_robin_gradients=true"),
+    ),
+    Case(
+        "keys_belong_to_the_stage",
+        ("zero=stage0", "+deepspeed.zero_optimization.reduce_bucket_size=5"),
+        ("zero=stage0", "+deepspeed.zero_optimization.reduce_bucket_size=500000000"),
+    ),
+    Case(
+        "keys_belong_to_the_stage",
+        ("zero=stage1", "precision=bf16", f"{ACCUMULATE}=fp32", "+deepspeed.zero_optimization.reduce_bucket_size=5"),
+        ("zero=stage2", "precision=bf16", f"{ACCUMULATE}=fp32", "+deepspeed.zero_optimization.reduce_bucket_size=5"),
+    ),
+    Case("allgather_bucket_is_even", ("zero=stage1", f"{ALLGATHER}=101"), ("zero=stage1", f"{ALLGATHER}=102")),
+    Case(
+        "elastic_checkpoint_cannot_be_loaded",
+        ("+deepspeed.zero_optimization.elastic_checkpoint=true",),
+        ("+deepspeed.zero_optimization.elastic_checkpoint=false",),
+    ),
     Case(
         "one_reduced_precision",
         ("precision=bf16", "+deepspeed.fp16.enabled=true"),
@@ -105,14 +206,102 @@ CASES = [
         ("zero=stage0", "precision=bf16"),
         ("zero=stage1", "precision=bf16"),
     ),
+    Case(
+        "accumulation_type_needs_a_stage",
+        ("zero=stage0", f"{ACCUMULATE}=bf16"),
+        ("zero=stage1", f"{ACCUMULATE}=bf16"),
+    ),
+    Case(
+        "parameter_type_is_the_precision",
+        ("precision=bf16", "+deepspeed.data_types.param_dtype=fp32"),
+        ("precision=bf16", "+deepspeed.data_types.param_dtype=torch.bfloat16"),
+    ),
+    Case(
+        "reduced_masters_need_cpu_adam",
+        ("precision=bf16", f"{MASTERS}=true"),
+        ("precision=bf16", f"{MASTERS}=true", "offload=cpu"),
+    ),
+    Case(
+        "reduced_masters_need_cpu_adam",
+        ("precision=fp16", "offload=cpu", "optim=lion", "+deepspeed.fp16.fp16_master_weights_and_grads=true"),
+        ("precision=fp16", "offload=cpu", "optim=adam", "+deepspeed.fp16.fp16_master_weights_and_grads=true"),
+    ),
+    Case(
+        "reduced_moments_need_reduced_masters",
+        ("precision=bf16", "+deepspeed.bf16.bf16_optimizer_states=true"),
+        ("precision=bf16", "+deepspeed.bf16.bf16_optimizer_states=true", f"{MASTERS}=true"),
+    ),
+    Case(
+        "summed_gradients_need_a_stage_below_3",
+        ("zero=stage3", "+deepspeed.gradient_allreduce_op=sum"),
+        ("zero=stage2", "+deepspeed.gradient_allreduce_op=sum"),
+    ),
+    Case(
+        "scaling_before_reduction_is_honoured",
+        ("zero=stage2", "+deepspeed.prescale_gradients=true"),
+        ("zero=stage1", "+deepspeed.prescale_gradients=true"),
+    ),
+    Case(
+        "scaling_before_reduction_is_honoured",
+        ("zero=stage3", PLAIN_REDUCTION, "+deepspeed.gradient_predivide_factor=2"),
+        ("zero=stage3", PLAIN_REDUCTION, "+deepspeed.gradient_predivide_factor=4"),
+    ),
+    Case(
+        "scaling_before_reduction_is_honoured",
+        ("zero=stage1", "+deepspeed.prescale_gradients=true", "+deepspeed.gradient_predivide_factor=4"),
+        ("zero=stage1", "+deepspeed.gradient_predivide_factor=4"),
+    ),
+    Case(
+        "skipped_norm_needs_no_clipping",
+        (SKIP_NORM,),
+        (SKIP_NORM, "deepspeed.gradient_clipping=0"),
+    ),
+    Case(
+        "skipped_norm_needs_no_clipping",
+        (SKIP_NORM, "deepspeed.gradient_clipping=0", "offload=cpu"),
+        (SKIP_NORM, "deepspeed.gradient_clipping=0", "zero=stage1"),
+    ),
+    Case(
+        "muon_is_not_clipped",
+        ("optim=muon", "deepspeed.gradient_clipping=1"),
+        ("optim=muon",),
+    ),
+    Case(
+        "optimizer_can_train_these_models", ("deepspeed.optimizer.type=MuAdamW",), ("deepspeed.optimizer.type=AdamW",)
+    ),
+    Case(
+        "untested_optimizer_is_opted_into",
+        ("deepspeed.optimizer.type=NAdam",),
+        ("deepspeed.optimizer.type=NAdam", "+deepspeed.zero_allow_untested_optimizer=true"),
+    ),
+    Case(
+        "shaped_optimizer_needs_stage0",
+        (*ADAFACTOR, "zero=stage2", "+deepspeed.zero_allow_untested_optimizer=true"),
+        (*ADAFACTOR, "zero=stage0"),
+    ),
+    Case("lamb_needs_cuda", (*LAMB, "cluster.accelerator=cpu"), LAMB, hosts=1),
     Case("lion_on_cpu_needs_offload", ("optim=lion",), ("optim=lion", "offload=cpu")),
     Case(
         "muon_at_stage3_needs_plain_reduction",
         ("optim=muon", "zero=stage3"),
         ("optim=muon", "zero=stage3", "+deepspeed.zero_optimization.reduce_scatter=false"),
     ),
-    Case("adagrad_cannot_resume_at_stage3", ("optim=adagrad", "zero=stage3"), ("optim=adagrad", "zero=stage2")),
+    Case(
+        "adagrad_at_stage3_needs_offload",
+        ("optim=adagrad", "zero=stage3"),
+        ("optim=adagrad", "zero=stage3", "offload=cpu"),
+    ),
     Case("warmup_fits_the_run", (f"{WARMUP}=201",), (f"{WARMUP}=200",)),
+    Case(
+        "peak_learning_rate_is_said_once",
+        ("schedule=warmup_decay", "deepspeed.scheduler.params.warmup_max_lr=0.1"),
+        ("schedule=warmup_decay", "deepspeed.optimizer.params.lr=0.1"),
+    ),
+    Case(
+        "muon_rates_need_a_relative_schedule",
+        ("optim=muon", "schedule=warmup_decay", "deepspeed.optimizer.params.adam_lr=0.001"),
+        ("optim=muon", "schedule=warmup_cosine", "deepspeed.optimizer.params.adam_lr=0.001"),
+    ),
 ]
 
 

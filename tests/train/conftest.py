@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.train.engines import Engines
 from tests.train.running import Runs
 
 
@@ -11,3 +14,11 @@ from tests.train.running import Runs
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Real runs in fresh processes, kept for the session."""
     return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """A server that imported torch and DeepSpeed once and forks the ranks of each case."""
+    server = Engines(tmp_path_factory.mktemp("engines") / "server.log")
+    yield server
+    server.close()

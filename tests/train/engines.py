@@ -1,0 +1,129 @@
+"""Asks the engine server whether DeepSpeed takes a request, with a tiny model on this machine's CPU.
+
+Used by the proofs of rules and by the test of all combinations, through the fixture `engines`.
+Must never judge a request itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher import ds_config
+from launcher.batch import solve
+from launcher.cluster.value import resolve
+from launcher.plan import VERSION, Estimate, Plan
+from tests.plan.asking import composed
+
+SERVER = Path(__file__).with_name("engine_server.py")
+TIMEOUT_S = 60  # for one case; the slowest takes 5 s
+_TRAIN = (
+    "train.sequence_length=16",
+    "train.micro_batch_size=2",
+    "train.gradient_accumulation_steps=1",
+    "cluster.num_procs=2",
+)
+LLAMA = (
+    *_TRAIN,
+    "model.config.vocab_size=64",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=1",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+)
+GPT2 = (
+    *_TRAIN,
+    "model=gpt2_small",
+    "model.config.vocab_size=64",
+    "model.config.n_positions=16",
+    "model.config.n_embd=32",
+    "model.config.n_layer=1",
+    "model.config.n_head=2",
+)
+
+
+def request(*overrides: str, base: Sequence[str] = LLAMA) -> tuple[str, ...]:
+    """`overrides` over the tiny model; a constant schedule and two ranks unless they say otherwise."""
+    given = {override.partition("=")[0] for override in overrides}
+    default = () if "schedule" in given else ("schedule=constant",)
+    return (*(option for option in base if option.partition("=")[0] not in given), *default, *overrides)
+
+
+def unjudged(*overrides: str) -> Plan:
+    """The plan of a request that no rule has seen."""
+    config = composed(*overrides)
+    cluster = resolve(config.cluster)
+    batch = solve(config.train, cluster.world_size)
+    nothing = Estimate(None, None, {}, {}, {}, None)
+    return Plan(VERSION, config, cluster, batch, ds_config.build(config, cluster, batch), nothing, {}, None)
+
+
+class Engines:
+    """The server, started once; one case at a time."""
+
+    def __init__(self, log: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        self.operators: list[str] = self._answer()["operators"]
+
+    def run(
+        self,
+        plan: Plan,
+        steps: int = 3,
+        ask: Sequence[str] = (),
+        save: Path | None = None,
+        load: Path | None = None,
+        slots: int | None = None,
+    ) -> dict[str, Any]:
+        """What an engine of `plan` did in `steps` steps: losses and facts, or `error` and the end of a rank's log.
+
+        `slots`: ranks of each pretended host. `ask`: attributes of the engine to read afterwards.
+        """
+        case = {
+            "plan": plan.to_json(),
+            "steps": steps,
+            "ask": list(ask),
+            "save": str(save or ""),
+            "load": str(load or ""),
+            "slots": slots or plan.world_size,
+            "timeout_s": TIMEOUT_S,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the engine server died"
+        return dict(json.loads(line))
+
+
+def missing_operator(plan: Plan, compiled: Sequence[str]) -> str | None:
+    """Name of a compiled operator that the engine of `plan` needs and does not find, else None."""
+    device = plan.offload_device("optimizer")
+    optimizer = plan.deepspeed.get("optimizer", {})
+    kind, torch_adam = str(optimizer.get("type")).lower(), optimizer.get("params", {}).get("torch_adam")
+    needed = {"nvme": ["async_io"]}.get(device or "", [])
+    if kind in ("adam", "adamw", "muon") and not torch_adam:
+        needed = [*needed, "cpu_adam" if device else "fused_adam"]
+    if kind in ("lion", "adagrad") and device:
+        needed = [*needed, f"cpu_{kind}"]
+    return next((name for name in needed if name not in compiled), None)
