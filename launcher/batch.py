@@ -71,6 +71,25 @@ def solve(train: TrainSection, world_size: int) -> Batch:
     return Batch(micro, accumulation, total)
 
 
+def formulas(train: TrainSection) -> dict[str, str]:
+    """{option: how `solve` finds it} for those of the three that are not given."""
+    micro, accumulation, total = train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size
+    found = {}
+    if micro is None and total is None:
+        found["train.micro_batch_size"] = "train.fallback_micro_batch_size"
+    elif micro is None and accumulation is None:
+        found["train.micro_batch_size"] = "largest divisor of a rank's samples up to train.fallback_micro_batch_size"
+    elif micro is None:
+        found["train.micro_batch_size"] = "global batch / (accumulation x ranks)"
+    if accumulation is None:
+        found["train.gradient_accumulation_steps"] = (
+            "1, as no global batch is given" if total is None else "global batch / (micro batch x ranks)"
+        )
+    if total is None:
+        found["train.global_batch_size"] = "micro batch x accumulation x ranks"
+    return found
+
+
 def _largest_divisor(total: int, world_size: int, limit: int) -> int:
     """Largest micro batch up to `limit` that divides the share of a rank (1 when the share is not whole)."""
     if total % world_size:

@@ -6,12 +6,13 @@ Must never import torch, and never start anything before the plan stands.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,13 +20,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher import compose, env, render, run
+from launcher import compose, env, help, provenance, render, run
 from launcher.command import ROOT
-from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, UserError, raise_if
+from launcher.describe import Known, describe
+from launcher.ds_file import Folded, contradictions, located
+from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
 from launcher.explain import explain
-from launcher.plan import build_plan
+from launcher.plan import Plan, build_plan
 from launcher.resume import changed_layout, changed_options
 from launcher.rundir import RunDir, load_run
+from launcher.schema import RunConfig
 
 CONF = ROOT / "conf"
 
@@ -33,6 +37,9 @@ CONF = ROOT / "conf"
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line (default: this process's) and returns its exit code."""
     arguments = compose.rewrite_overrides(sys.argv[1:] if argv is None else argv)
+    if {"--help", "-h"} & set(arguments):
+        render.text(help.text())
+        return EXIT_OK
     if not {"--multirun", "-m"} & set(arguments):
         return _execute(arguments, None)
     with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper writes a file there, even when trials only plan
@@ -79,36 +86,97 @@ def _task(trials: list[run.Outcome], sweep: Path | None) -> Callable[[DictConfig
     return task
 
 
+@dataclass(frozen=True)
+class Request:
+    """One typed request: what is asked, what is recorded of it, and where each option comes from."""
+
+    config: RunConfig
+    overrides: list[str]
+    origin: dict[str, str]
+    folded: Folded | None = None
+
+
 def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outcome:
     """One request: builds its plan, prints it or starts its recipe. `trial` is the run folder of a sweep's trial."""
+    if cfg.get("mode") == "explain":
+        render.explanation(describe(cfg.get("key"), _known(_new(cfg, overrides, trial))))
+        return run.Outcome(EXIT_OK, None, overrides)
+    if cfg.get("key") is not None:
+        fix = "add mode=explain, or leave key out"
+        raise UserError(Problem("key", str(cfg.key), f"mode={cfg.mode} does not read it", fix))
     recipe = str(cfg.recipe.name)
-    checkpoint: dict[str, Any] = {}
     if recipe in ("resume", "export"):
         old = load_run(compose.to_run_config(cfg).run.dir)
-        stored = compose.to_run_config(compose.recompose(old, [], "pretrain")[0])
-        composed, request = compose.recompose(old, overrides, "export" if recipe == "export" else stored.recipe.name)
-        config = compose.to_run_config(composed)
-        config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
+        request = _stored(cfg, overrides, old, recipe)
         if recipe == "export":
-            return run.export(config, old, dry=config.mode == "plan")
-        raise_if(changed_options(stored, config))
-        checkpoint = run.newest_checkpoint(old)
+            return run.export(request.config, old, dry=request.config.mode == "plan")
     else:
-        config, request = compose.to_run_config(cfg), overrides
-        if trial is not None:
-            config.run.dir = str(Path(config.run.dir) / trial.name if config.run.dir else trial)
-    plan = build_plan(
-        config,
-        run.worker_environment(config),
-        run.measured_parameters(config),
-        resume_from=checkpoint.get("checkpoint"),
-    )
-    if checkpoint:
+        request = _new(cfg, overrides, trial)
+    replaced = provenance.replaced(request.folded, request.origin)
+    shown = request.config.mode == "plan" and request.config.plan.format == "text"  # among the plan's own tables
+    if not shown:
+        render.notes(replaced)
+    try:
+        plan = _planned(request.config)
+    except UserError as error:
+        if shown:
+            render.notes(replaced)  # they say why a key stands where it is refused
+        raise UserError(*located(request.folded, error.problems), code=error.code) from None
+    if recipe == "resume":
+        checkpoint = run.newest_checkpoint(old)
+        plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
         raise_if(changed_layout(plan, checkpoint["manifest"]))
-    if config.mode == "plan":
-        render.plan(plan, RunDir(config.run.dir or "RUN_DIR"), config.plan.format)
+    sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
+    if plan.config.mode == "plan":
+        render.plan(plan, RunDir(plan.config.run.dir or "RUN_DIR"), plan.config.plan.format, sources, replaced)
         return run.Outcome(EXIT_OK, None, overrides)
-    return run.train(plan, request)
+    return run.train(plan, request.overrides, sources)
+
+
+def _new(cfg: DictConfig, overrides: list[str], trial: Path | None) -> Request:
+    """The request of a run that does not exist yet."""
+    config, folded = compose.typed(cfg)
+    origin = provenance.given(HydraConfig.get().runtime.choices, compose.typed_paths(overrides))
+    if folded is not None:
+        raise_if(contradictions(folded, overrides))
+    if trial is not None:
+        config.run.dir = str(Path(config.run.dir) / trial.name if config.run.dir else trial)
+        origin["run.dir"] = "solved: the sweep's folder / number of the trial"
+    return Request(config, overrides, origin, folded)
+
+
+def _known(request: Request) -> Known:
+    """What `mode=explain` shows of a request; where no plan can be made of it, its own keys."""
+    config = dataclasses.replace(request.config, mode="plan")
+    try:
+        plan = build_plan(config, {})
+        config, deepspeed = plan.config, plan.deepspeed
+    except UserError:
+        deepspeed = config.deepspeed
+    sources = provenance.sources(config, deepspeed, request.origin, request.folded)
+    return Known(config, deepspeed, sources, HydraConfig.get().runtime.choices, request.overrides)
+
+
+def _stored(cfg: DictConfig, overrides: list[str], old: RunDir, recipe: str) -> Request:
+    """The request of an existing run with this command line's changes."""
+    stored = compose.to_run_config(compose.recompose(old, [], "pretrain")[0])
+    job = "export" if recipe == "export" else stored.recipe.name
+    composed, request, choices = compose.recompose(old, overrides, job)
+    config = compose.to_run_config(composed)
+    config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
+    if recipe != "export":
+        raise_if(changed_options(stored, config))
+    origin = provenance.given(choices, compose.typed_paths(request))
+    return Request(config, request, provenance.continued(old.sources(), stored, config, origin))
+
+
+def _planned(config: RunConfig) -> Plan:
+    """The plan of a request; a model of unknown size is measured, in a process, once nothing else is wrong."""
+    environment = run.worker_environment(config)
+    plan = build_plan(config, environment)
+    if plan.estimate.parameters is None:
+        plan = build_plan(config, environment, run.measured_parameters(config))
+    return plan
 
 
 def _sweep_folder(arguments: list[str]) -> Path:

@@ -17,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher import env
+from launcher.ds_file import Folded, fold, leaves, take_batch
 from launcher.errors import Problem, UserError
-from launcher.explain import explain
+from launcher.explain import explain, groups
 from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
@@ -28,6 +29,11 @@ PATH_KEYS_DATA = ("files", "validation_files", "train", "validation", "tokenizer
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
     """Typed, resolved request with absolute paths; raises UserError naming the option and its type."""
+    return typed(cfg)[0]
+
+
+def typed(cfg: DictConfig) -> tuple[RunConfig, Folded | None]:
+    """The same, and how `deepspeed.file` entered it. In the request itself the file's keys stand among the others."""
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
         OmegaConf.resolve(merged)
@@ -35,9 +41,10 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from None
     assert isinstance(config, RunConfig)
+    folded = _fold_deepspeed_file(config)
     _absolute_paths(config)
     _model_from_path(config)
-    return config
+    return config, folded
 
 
 def typed_overrides(task: Any) -> list[str]:
@@ -46,13 +53,28 @@ def typed_overrides(task: Any) -> list[str]:
     return [str(text) for text in texts]
 
 
+def typed_paths(overrides: list[str]) -> list[tuple[str, bool]]:
+    """(option, whether it is deleted) of every override that is no choice of a group; a block gives its own options."""
+    parser, found = OverridesParser.create(), []
+    for text in overrides:
+        parsed = parser.parse_override(text)
+        name, value = parsed.key_or_group, parsed.value() if not parsed.is_delete() else None
+        if name.partition(".")[0] == "hydra" or name in groups():
+            continue
+        inner = [path for path, _ in leaves(value)] if isinstance(value, dict) else []
+        found += [(f"{name}.{path}", False) for path in inner] or [(name, parsed.is_delete())]
+    return found
+
+
 def stored_overrides(run: RunDir) -> list[str]:
     """The overrides a run was started with, one per line of overrides.txt."""
     return [line for line in run.overrides.read_text(encoding="utf-8").splitlines() if line]
 
 
-def recompose(run: RunDir, new_overrides: list[str], recipe: str) -> tuple[DictConfig, list[str]]:
-    """The stored request of `run` with `new_overrides` on top, and the override list that describes it.
+def recompose(
+    run: RunDir, new_overrides: list[str], recipe: str
+) -> tuple[DictConfig, list[str], dict[str, str | None]]:
+    """The stored request of `run` with `new_overrides` on top, the override list that describes it, and its choices.
 
     Three-way: what the new overrides change against the old ones is applied to the stored config.yaml, so
     files of conf/ that changed since then do not change the run.
@@ -63,12 +85,18 @@ def recompose(run: RunDir, new_overrides: list[str], recipe: str) -> tuple[DictC
     combined = [text for text in old if _key(text) not in replaced] + added
     stored = OmegaConf.load(run.config)
     before = hydra_compose("config", old)
-    after = hydra_compose("config", combined)
+    with_hydra = hydra_compose("config", combined, return_hydra_config=True)
+    choices = dict(with_hydra.hydra.runtime.choices)
+    after = OmegaConf.masked_copy(with_hydra, [str(key) for key in with_hydra if key != "hydra"])
+    if "deepspeed.file" in replaced:
+        why = "the run keeps the DeepSpeed keys it was started with; its config.yaml holds them all"
+        raise UserError(Problem("deepspeed.file", str(run.path), why, "set keys one by one: deepspeed.KEY=VALUE"))
     result = _plain(stored)
     _apply_difference(result, _plain(before), _plain(after))
+    result["deepspeed"].pop("file", None)  # what it held was stored with the rest
     result["recipe"] = {"name": recipe}
     result["run"]["dir"] = str(run.path)
-    return OmegaConf.create(result), combined
+    return OmegaConf.create(result), combined, choices
 
 
 def composed_yaml(config: RunConfig) -> str:
@@ -152,6 +180,19 @@ def _absolute_paths(config: RunConfig) -> None:
         block = zero.get(f"offload_{what}") if isinstance(zero, dict) else None
         if isinstance(block, dict) and isinstance(block.get("nvme_path"), str):
             block["nvme_path"] = _absolute(block["nvme_path"])
+
+
+def _fold_deepspeed_file(config: RunConfig) -> Folded | None:
+    """Puts the keys of `deepspeed.file` beneath those of the groups and the command line."""
+    path = config.deepspeed.pop("file", None)
+    if path is None:
+        return None
+    if not isinstance(path, str):
+        raise UserError(Problem("deepspeed.file", repr(path), "not a path", "deepspeed.file=PATH"))
+    folded = fold(_absolute(path), config.deepspeed)
+    take_batch(folded, config.train)
+    config.deepspeed = folded.deepspeed
+    return folded
 
 
 def _absolute(path: str) -> str:

@@ -118,6 +118,19 @@ def either(words: tuple[Any, ...]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
+def described(key: Key) -> str:
+    """What the key holds, in words: `a whole number of elements, more than 0`."""
+    words = [_kind(key)] if not (key.any_case or key.values) else [either((*key.any_case, *key.values))]
+    for limit, bound in ((key.min, "at least"), (key.above, "more than"), (key.max, "at most"), (key.below, "below")):
+        if limit is not None:
+            words.append(f"{bound} {int(limit) if float(limit).is_integer() else limit}")
+    if key.unit and not _counts(key):
+        words.append(f"unit: {key.unit}")
+    if key.words:
+        words.append(f"or {either(key.words)}")
+    return ", ".join(words) + (", or null" if key.null else "")
+
+
 def example(key: Key) -> str:
     """What to write instead, with DeepSpeed's own default where it has one."""
     legal = (*key.words, *key.any_case, *key.values)

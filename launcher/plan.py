@@ -18,6 +18,9 @@ from typing import Any
 from launcher import ds_config
 from launcher.batch import Batch, solve
 from launcher.cluster.value import Cluster, resolve
+from launcher.ds_check import check, missing
+from launcher.ds_schema import version_problem
+from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
 from launcher.planner import memory, shapes, traffic
 from launcher.rules import judge
@@ -133,18 +136,8 @@ def build_plan(
 
     `measured_parameters`: count of a model whose family `planner.shapes` does not know.
     """
-    cluster = resolve(config.cluster)
-    problems: list[Problem] = []
-    batch: Batch | None = None
-    deepspeed: dict[str, Any] | None = None
-    try:
-        batch = solve(config.train, cluster.world_size)
-        deepspeed = ds_config.build(config, cluster, batch)
-    except UserError as error:
-        problems += error.problems
-    problems += judge(config, cluster, deepspeed if deepspeed is not None else config.deepspeed)
-    raise_if(problems)
-    assert batch is not None and deepspeed is not None
+    config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
+    cluster, batch, deepspeed = _judged(config)
     parameters = shapes.count_parameters(config.model.config) or measured_parameters
     return Plan(
         version=VERSION,
@@ -156,6 +149,37 @@ def build_plan(
         env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
+
+
+def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
+    """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
+    version = version_problem()
+    problems = [] if version is None else [version]
+    unfit = check(config.deepspeed, ds_config.SOLVED, ds_config.BATCH_KEYS)
+    problems += unfit
+    cluster: Cluster | None = None
+    batch: Batch | None = None
+    deepspeed: dict[str, Any] | None = None
+    try:
+        cluster = resolve(config.cluster)
+        batch = solve(config.train, cluster.world_size)
+    except UserError as error:
+        problems += error.problems
+    try:
+        if not unfit and cluster is not None:
+            ds_config.refuse_batch_keys(config.deepspeed)
+            deepspeed = ds_config.build(config, cluster, batch) if batch is not None else None
+    except UserError as error:
+        problems += error.problems
+    if cluster is not None:  # the rules need blocks of the right shape: without one they see the other options alone
+        seen = dataclasses.replace(config, deepspeed={}) if unfit else config
+        problems += judge(seen, cluster, deepspeed if deepspeed is not None else seen.deepspeed)
+    if deepspeed is not None:
+        problems += missing(deepspeed) + ds_config.missing_optimizer(deepspeed)
+    raise_if(problems)
+    assert cluster is not None and batch is not None and deepspeed is not None
+    raise_if(check(deepspeed, owned=ds_config.BATCH_KEYS))  # what was filled in, too: no "auto" is left
+    return cluster, batch, deepspeed
 
 
 def _accelerator_environment(cluster: Cluster) -> dict[str, str]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.command import deepspeed_command
 from launcher.ds_config import precision, zero_stage
+from launcher.ds_file import leaves
+from launcher.ds_values import show
 from launcher.errors import Problem, format_problems
 from launcher.plan import Plan
 from launcher.rundir import RunDir
@@ -37,10 +40,25 @@ def note(text: str) -> None:
     print(f"· {text}", file=sys.stderr, flush=True)
 
 
-def plan(value: Plan, run: RunDir, form: str) -> None:
-    """`mode=plan`: one JSON object, or tables for a person."""
+def text(value: str) -> None:
+    """Plain text on stdout; a reader that stops early (`| head`) is not an error."""
+    try:
+        print(value, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open: the interpreter flushes it at its end
+
+
+def notes(texts: Sequence[str]) -> None:
+    """One line each, on stderr."""
+    for text in texts:
+        note(text)
+
+
+def plan(value: Plan, run: RunDir, form: str, sources: Mapping[str, str], replaced: Sequence[str]) -> None:
+    """`mode=plan`: one JSON object, or tables for a person. `replaced`: what of the user's file does not count."""
     if form == "json":
-        print(json.dumps(value.to_json() | {"commands": {"launch": _command(value, run)}}, ensure_ascii=False))
+        more = {"commands": {"launch": _command(value, run)}, "sources": dict(sources)}
+        print(json.dumps(value.to_json() | more, ensure_ascii=False))
         return
     from rich.console import Console
     from rich.table import Table
@@ -66,11 +84,28 @@ def plan(value: Plan, run: RunDir, form: str) -> None:
     console.print(table)
     if estimate.parameters:
         console.print(_memory_table(value, stage))
-    console.print("[bold]DeepSpeed[/bold]")
-    console.print_json(json.dumps(value.deepspeed))
+    print_table(
+        "DeepSpeed", [(path, show(item), sources[f"deepspeed.{path}"]) for path, item in leaves(value.deepspeed)]
+    )
+    for line in replaced:
+        print(line)
     console.print("[bold]command[/bold]")
     print("  " + shlex.join(_command(value, run)))
     print(f"fingerprint {value.fingerprint[:16]}; nothing was started or written")
+
+
+def explanation(lines: Sequence[tuple[str, str]]) -> None:
+    """`mode=explain`: a label and its text on each line."""
+    width = max(len(label) for label, _ in lines)
+    text("\n".join(f"{label:<{width}}  {words}".rstrip() for label, words in lines))
+
+
+def print_table(first: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """`key  value  from`, as wide as it needs to be: a line of a terminal or of a file is never cut."""
+    titled = [(first, "value", "from"), *rows]
+    widths = [max(len(row[column]) for row in titled) for column in (0, 1)]
+    for key, value, source in titled:
+        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
 
 
 def _memory_table(value: Plan, stage: int) -> Any:

@@ -22,8 +22,7 @@ from launcher import compose, env, render
 from launcher.command import ROOT, deepspeed_command, hostfile_text, local_worker_command, operators_command
 from launcher.errors import EXIT_OK, EXIT_TRAINING, Problem, UserError
 from launcher.plan import Plan, installed_versions
-from launcher.planner import shapes
-from launcher.rundir import RunDir, check_writable, read_json, write_json, write_text
+from launcher.rundir import STEP_PREFIX, RunDir, check_writable, read_json, write_json, write_text
 from launcher.schema import RunConfig
 from launcher.supervise import Ending, supervise
 
@@ -39,8 +38,8 @@ class Outcome:
     error: str | None = None
 
 
-def train(plan: Plan, overrides: list[str]) -> Outcome:
-    """Prepares, starts and watches one training run; writes and shows its summary."""
+def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
+    """Prepares, starts and watches one training run; writes and shows its summary. `sources`: `provenance.sources`."""
     run = _run_folder(plan.config)
     if plan.resume_from is None:
         if run.path.exists():
@@ -48,7 +47,7 @@ def train(plan: Plan, overrides: list[str]) -> Outcome:
         check_writable(run.path)
     _prepare_data(plan)
     _build_operators(plan)
-    attempt = _write_run_folder(run, plan, overrides)
+    attempt = _write_run_folder(run, plan, overrides, sources)
     ending = _start(run, plan, attempt)
     summary = _write_summary(run, plan, ending)
     render.finish(run, plan, summary, ending.failure)
@@ -84,7 +83,7 @@ def checkpoint_of_step(run: RunDir, step: int | None) -> str:
         return str(newest_checkpoint(run)["checkpoint"])
     folder = run.checkpoint(step)
     if not folder.is_dir():
-        known = sorted(path.name for path in run.checkpoints.glob("step_*"))
+        known = run.checkpoint_names()
         raise UserError(
             Problem(
                 "export.step", str(step), f"there is no {folder.name}", f"checkpoints: {', '.join(known) or 'none'}"
@@ -103,10 +102,8 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     return variables | {name: str(value) for name, value in config.cluster.env.items()}
 
 
-def measured_parameters(config: RunConfig) -> int | None:
+def measured_parameters(config: RunConfig) -> int:
     """Parameter count of a model family that is not known by formula: built on the meta device, cached."""
-    if shapes.count_parameters(config.model.config) is not None:
-        return None
     answer = ask_worker("profile", {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")})
     return int(answer["parameters"])
 
@@ -182,14 +179,14 @@ def _build_operators(plan: Plan) -> None:
         )
 
 
-def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str]) -> int:
+def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: dict[str, str]) -> int:
     """Creates or continues the run folder; returns the number of this attempt (1 for a new run)."""
     attempt = 1
     if plan.resume_from is None:
         run.create()
     else:
         attempt = 2 + len(list(run.history.glob("*"))) if run.history.exists() else 2
-        kept = run.history / f"{attempt - 1:04d}"
+        kept = run.attempt(attempt - 1)
         kept.mkdir(parents=True)
         for path in (run.plan, run.config, run.overrides, run.ds_config, run.effective, run.provenance, run.summary):
             if path.exists():
@@ -199,7 +196,7 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str]) -> int:
     run.config.write_text(compose.composed_yaml(plan.config), encoding="utf-8")
     run.overrides.write_text("".join(f"{text}\n" for text in overrides), encoding="utf-8")
     write_json(run.ds_config, plan.deepspeed)
-    write_json(run.provenance, _provenance(attempt))
+    write_json(run.provenance, _provenance(attempt) | {"sources": sources})
     if not plan.cluster.local:
         run.hostfile.write_text(hostfile_text(plan))
     write_json(run.plan, plan.to_json())
@@ -210,7 +207,7 @@ def _drop_later_metrics(run: RunDir, checkpoint: str, kept: Path) -> None:
     """Moves the records of steps after the checkpoint out of metrics.jsonl: they will be made again."""
     if not run.metrics.exists():
         return
-    step = int(checkpoint.removeprefix("step_"))
+    step = int(checkpoint.removeprefix(STEP_PREFIX))
     lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     later = [line for line in lines if json.loads(line)["step"] > step]
     if later:

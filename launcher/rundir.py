@@ -37,6 +37,7 @@ class RunDir:
         self.history = self.path / "history"
         self.control = self.path / "control"
         self.stop_request = self.control / "stop"
+        self.abort_request = self.control / "abort"
         self.status = self.control / "status.json"
         self.result = self.control / "result.json"
         self.hostfile = self.control / "hostfile"
@@ -50,6 +51,18 @@ class RunDir:
         """Record that a failing rank writes before it dies."""
         return self.control / f"failure.rank{rank}.json"
 
+    def done(self, rank: int) -> Path:
+        """Mark of a rank that came to its end."""
+        return self.control / f"done.rank{rank}"
+
+    def failures(self) -> list[Path]:
+        """Every failure record there is."""
+        return sorted(self.control.glob("failure.rank*.json"))
+
+    def attempt(self, number: int) -> Path:
+        """Folder that keeps the files of an earlier attempt."""
+        return self.history / f"{number:04d}"
+
     def pid(self, rank: int) -> Path:
         """Process id and host of a rank, written when it starts."""
         return self.control / f"pid.rank{rank}.json"
@@ -58,10 +71,18 @@ class RunDir:
         """Folder of the checkpoint after optimizer step `step`."""
         return self.checkpoints / f"{STEP_PREFIX}{step:08d}"
 
+    def checkpoint_names(self) -> list[str]:
+        """Names of the checkpoint folders there are, whole or not."""
+        return sorted(path.name for path in self.checkpoints.glob(f"{STEP_PREFIX}*"))
+
     @property
     def exists(self) -> bool:
         """Whether this folder holds a run."""
         return self.plan.is_file()
+
+    def sources(self) -> dict[str, str]:
+        """Where each option of this run came from; empty for a run that did not record it."""
+        return dict((read_json(self.provenance) or {}).get("sources", {}))
 
     def create(self) -> None:
         """Makes the folder and claims it; raises UserError when it holds a run or cannot be written."""

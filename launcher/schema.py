@@ -146,7 +146,9 @@ class RecipeSection:
 @dataclass
 class RunConfig:
     mode: str
-    """train (start it) or plan (print it, start and write nothing)."""
+    """train (start it), plan (print it, start and write nothing) or explain (print what `key` means)."""
+    key: str | None
+    """What mode=explain explains: an option, a group or a DeepSpeed key; null in the other modes."""
     recipe: RecipeSection
     run: RunSection
     train: TrainSection
@@ -161,7 +163,7 @@ class RunConfig:
     export: ExportSection
     plan: PlanSection
     deepspeed: dict[str, Any]
-    """Raw DeepSpeed keys: what the groups and `+deepspeed.KEY=VALUE` chose, nothing else."""
+    """Raw DeepSpeed keys; `deepspeed.file=PATH` reads a JSON of them: file < groups < `deepspeed.KEY=VALUE`."""
 
 
 def from_dict(cls: type[Any], value: Any) -> Any:

@@ -107,7 +107,7 @@ def supervise(
                 first = first or _first_failure(run, rank_hosts, local)
                 if first is not None and deadline is None:
                     deadline = time.monotonic() + ABORT_GRACE_S
-                    write_text(run.control / "abort", first.message)
+                    write_text(run.abort_request, first.message)
                 if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
                     break
         finally:
@@ -142,7 +142,7 @@ def _first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure |
         return recorded
     for rank, host in enumerate(rank_hosts):
         entry = read_json(run.pid(rank))
-        ended = run.failure(rank).exists() or (run.control / f"done.rank{rank}").exists()
+        ended = run.failure(rank).exists() or run.done(rank).exists()
         if entry and not ended and not _alive(int(entry["pid"])):
             message = f"rank {rank} on {host} was killed (no error of its own)"
             return Failure(rank, host, message, run.rank_log(host, rank), "killed")
@@ -151,7 +151,7 @@ def _first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure |
 
 def _recorded_failure(run: RunDir) -> Failure | None:
     """The earliest record that a failing rank left; records of ranks that only lost a peer count last."""
-    entries = [read_json(path) for path in run.control.glob("failure.rank*.json")]
+    entries = [read_json(path) for path in run.failures()]
     entries = [entry for entry in entries if entry]
     if not entries:
         return None
@@ -177,8 +177,8 @@ def _alive(pid: int) -> bool:
 def _end_group(process: subprocess.Popen[bytes], run: RunDir) -> None:
     """Ends what is left of the job: the abort file for workers anywhere, then SIGKILL to its own process group."""
     if process.poll() is None:
-        if not (run.control / "abort").exists():
-            write_text(run.control / "abort", "the launcher ended the job")
+        if not run.abort_request.exists():
+            write_text(run.abort_request, "the launcher ended the job")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ABORT_GRACE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):

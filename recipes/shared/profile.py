@@ -11,11 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import Problem, UserError
 from launcher.rundir import read_json, write_json
+
+LONGEST_LINE = 200
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """{"parameters": n} of request["config"]; tied weights once. Raises UserError for an unknown family."""
+    """{"parameters": n} of request["config"]; tied weights once. Raises UserError where no model can be built."""
     key = hashlib.sha256(json.dumps(request["config"], sort_keys=True).encode()).hexdigest()[:24]
     cached = Path(request["cache"]) / f"{key}.json"
     known = read_json(cached)
@@ -34,7 +37,21 @@ def count_parameters(fields: dict[str, Any]) -> int:
 
     from recipes.shared.model import make_config
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(fields))
-    model.tie_weights()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(make_config(fields))
+        model.tie_weights()
+    except UserError:
+        raise
+    except Exception as error:  # whatever the family's own code raises for fields it cannot work with
+        lines = str(error).strip().splitlines() or ["no message"]
+        reason = "\n".join(line[:LONGEST_LINE] for line in lines[:2])  # the library may list every family it knows
+        raise UserError(
+            Problem(
+                "model.config",
+                json.dumps(fields)[:200],
+                f"no {fields['model_type']} model can be built from it: {type(error).__name__}: {reason}",
+                "correct the fields the message speaks of, or choose another model",
+            )
+        ) from None
     return sum(parameter.numel() for parameter in model.parameters())

@@ -141,8 +141,8 @@ def test_a_group_override_replaces_the_groups_fragment() -> None:
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_a_deepspeed_key_can_be_set_with_and_without_a_plus(plus: str) -> None:
-    new = planned(f"{plus}deepspeed.activation_checkpointing.partition_activations=true").deepspeed
-    assert new["activation_checkpointing"] == {"partition_activations": True}
+    new = planned(f"{plus}deepspeed.comms_logger.enabled=true").deepspeed
+    assert new["comms_logger"] == {"enabled": True}
     changed = planned(f"{plus}deepspeed.gradient_clipping=0.5").deepspeed
     assert changed["gradient_clipping"] == 0.5
 
@@ -230,7 +230,8 @@ def test_a_colon_needs_no_quotes() -> None:
 
 
 def test_interpolations_are_resolved_once_on_the_launcher() -> None:
-    plan = planned("run.name=${now:%H-%M-%S-%f}", "tracker.group=${run.name}", "model.name=m${train.sequence_length}")
+    named = ("run.name=${now:%H-%M-%S-%f}", "tracker=wandb", "tracker.group=${run.name}")
+    plan = planned(*named, "model.name=m${train.sequence_length}")
     text = json.dumps(plan.to_json())
     assert "${" not in text
     assert plan.config.model.name == "m128"
@@ -241,7 +242,7 @@ def test_interpolations_are_resolved_once_on_the_launcher() -> None:
 def test_recorded_overrides_keep_their_interpolation(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[Plan, list[str]]] = []
 
-    def train(plan: Plan, overrides: list[str]) -> Outcome:
+    def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         kept.append((plan, overrides))
         return Outcome(0, None, overrides)
 

@@ -94,7 +94,8 @@ def test_a_chosen_warm_up_stays() -> None:
 def test_a_warm_up_ends_at_the_optimizers_learning_rate() -> None:
     params = planned("schedule=warmup_decay", "deepspeed.optimizer.params.lr=0.5").deepspeed["scheduler"]["params"]
     assert params["warmup_max_lr"] == 0.5
-    chosen = planned("schedule=warmup_decay", "deepspeed.scheduler.params.warmup_max_lr=0.25").deepspeed
+    peak = ("~deepspeed.optimizer.params.lr", "deepspeed.scheduler.params.warmup_max_lr=0.25")
+    chosen = planned("schedule=warmup_decay", *peak).deepspeed
     assert chosen["scheduler"]["params"]["warmup_max_lr"] == 0.25
 
 

@@ -27,6 +27,7 @@ REQUEST = (
     "zero=stage3",
     "offload=cpu",
     "precision=bf16",
+    "tracker=wandb",
     "tracker.tags=[a,b]",
     "cluster.env.NOTE=x",
     "run.dir=/runs/a",

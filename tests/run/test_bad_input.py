@@ -43,6 +43,12 @@ WRONG = {
         ["model.config.model_type=lama", "run.dir=out"],
         ["model.config", "lama"],
     ),
+    "a family without a causal language model": (["model.config.model_type=t5"], ["model.config", "t5"]),
+    "a field no model can be built from": (
+        ["model.config.model_type=mamba", "+model.config.expand=abc"],
+        ["model.config", "mamba", "expand"],
+    ),
+    "missing DeepSpeed file": (["deepspeed.file=nowhere.json"], ["deepspeed.file", "nowhere.json"]),
     "batch that does not divide": (
         ["train.global_batch_size=10", "train.micro_batch_size=4", "cluster.num_procs=2"],
         ["train.global_batch_size", "8 or", "16"],
