@@ -12,7 +12,8 @@ from recipes.shared import distributed
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.data.prepare import corpus_folder
-from recipes.shared.engine import build_engine, record_effective
+from recipes.shared.effective import record_effective
+from recipes.shared.engine import build_engine
 from recipes.shared.loop import train
 from recipes.shared.losses import causal_lm_loss
 from recipes.shared.metrics import Metrics

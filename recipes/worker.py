@@ -84,7 +84,7 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
         sys.stderr.flush()
         write_json(run.failure(rank), _failure(error, rank, host))
         os._exit(1)  # without waiting for collectives that will never complete
-    (run.control / f"done.rank{rank}").touch()
+    run.done(rank).touch()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking the interpreter with torch in it down in order takes seconds and tells nobody anything
@@ -119,7 +119,7 @@ def _watch_for_abort(run: RunDir) -> None:
         while True:
             time.sleep(ABORT_POLL_S)
             with contextlib.suppress(OSError):
-                if (run.control / "abort").stat().st_mtime >= started - 1:
+                if run.abort_request.stat().st_mtime >= started - 1:
                     print("the launcher aborted the job", file=sys.stderr, flush=True)
                     os._exit(1)
 

@@ -56,6 +56,7 @@ def train(state: TrainState, training: TokenWindows, validation: TokenWindows, l
         if last or (checkpoint_at and state.step % checkpoint_at == 0):
             metrics.flush()
             save(state, metrics.recorded())
+            metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
         metrics.evaluation(evaluate(state, validation))
         metrics.flush()

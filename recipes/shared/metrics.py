@@ -32,7 +32,7 @@ class Metrics:
         self.first_step_time: float | None = None
 
     def start(self) -> None:
-        """Starts the clock of the first step."""
+        """Starts the clock of the next step."""
         self.clock = time.perf_counter()
 
     def step(self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | None) -> None:

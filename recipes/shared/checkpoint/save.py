@@ -47,7 +47,6 @@ def save(state: TrainState, recorded: dict[str, Any]) -> Path:
         _retain(state, final)
     barrier()
     state.saved_step = state.step
-    say(run, "training")
     return final
 
 
