@@ -135,7 +135,8 @@ class Sides:
         if answer.returncode:
             raise BenchError(f"launch.py refuses this request\n{answer.stderr}")
         value = json.loads(answer.stdout)
-        del value["commands"]  # shown beside the plan, no part of it
+        for shown in ("commands", "sources"):  # what mode=plan shows beside the plan
+            del value[shown]
         return Plan.from_json(value)
 
     def _trained(self, ran: Ran, first_step_time: float, seconds: float, losses: list[float]) -> Trained:
