@@ -31,12 +31,3 @@ def test_a_sweep_records_a_failing_trial_and_goes_on(runs: Runs) -> None:
     table = done.stdout[done.stdout.index("sweep") :]
     assert "num_attention_heads=3" in table and "num_attention_heads=4" in table
     assert f"{summaries[1]['final_eval_loss']:.4f}" in table
-
-
-def test_two_trials_of_one_second_have_two_folders(runs: Runs, tmp_path_factory: object) -> None:
-    root = runs.new()
-    processes = [
-        launch(*SMALL, "run.steps=1", "schedule=constant", "eval.samples=0", f"run.root={root}") for _ in range(2)
-    ]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert len(list(root.iterdir())) == 2
