@@ -97,12 +97,19 @@ def ranks_are_data_parallel(config: RunConfig, cluster: Cluster, ds: dict[str, A
 
 
 def unreached_parts_are_not_asked_for(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
-    """Keys that DeepSpeed reads and whose effect no recipe here comes to."""
+    """Keys that DeepSpeed reads and whose effect no recipe here comes to; a block in which nothing is on may stay."""
     return [
         Problem(f"deepspeed.{path}", "a block" if isinstance(value, dict) else str(value), why, fix)
         for path, harmless, why, fix in UNREACHED
-        if (value := _at(ds, path)) is not None and value != harmless
+        if (value := _at(ds, path)) is not None and (_asks(value) if isinstance(value, dict) else value != harmless)
     ]
+
+
+def _asks(block: dict[str, Any]) -> bool:
+    """Whether anything in `block` is on."""
+    if block.get("enabled") is False:
+        return False
+    return any(_asks(value) if isinstance(value, dict) else bool(value) for value in block.values())
 
 
 def _at(ds: dict[str, Any], path: str) -> Any:

@@ -114,7 +114,7 @@ CASES = [
     Case(
         "unreached_parts_are_not_asked_for",
         ("+deepspeed.activation_checkpointing.partition_activations=true",),
-        ("activation=full",),
+        ("+deepspeed.activation_checkpointing.partition_activations=false", "activation=full"),
     ),
     Case(
         "unreached_parts_are_not_asked_for",
