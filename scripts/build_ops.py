@@ -65,6 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the DeepSpeed operators this machine needs.")
     parser.add_argument("--all", action="store_true", help="also AsyncIO for NVMe, and Lion and Adagrad for offload")
     parser.add_argument("--only", metavar="NAME", nargs="*", help="just these, whatever the defaults")
+    parser.add_argument("--ready", action="store_true", help="compile nothing; print what loads as it is")
     parser.add_argument("--retry", action="store_true", help="try again what failed before")
     args = parser.parse_args()
 
@@ -74,6 +75,9 @@ def main() -> int:
     # The venv's ninja, as in training: another version cannot read this one's log and would compile everything again.
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
+    if args.ready:
+        print(*ready(root, key), sep="\n")
+        return 0
     operators = needed(args.all, args.only)
     if all(is_built(operator, root) for operator in operators) and not any(root.glob("*/lock")):
         return 0
@@ -97,6 +101,15 @@ def needed(everything: bool, only: list[str] | None) -> tuple[Operator, ...]:
         headers = (Path(prefix, "libaio.h") for prefix in ("/usr/include", "/usr/local/include"))
         return tuple(op for op in every if op not in NVME or any(header.is_file() for header in headers))
     return CUDA if cuda else CPU
+
+
+def ready(root: Path, key: str) -> list[str]:
+    """Folders of every operator whose loading compiles nothing, after adopting what can be adopted."""
+    if not root.is_dir():
+        return []
+    with only_one_build(root):
+        found = [op for op in needed(True, None) if is_built(op, root) or adopt(op, root, key)]
+    return [folder for operator in found for folder in operator.folders]
 
 
 def is_built(operator: Operator, root: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from launcher.rundir import write_json
+from recipes.shared.canary import Canary
 from recipes.shared.engine import global_grad_norm
 from recipes.shared.state import TrainState
 from recipes.shared.trackers import Tracker
@@ -29,6 +30,7 @@ class Metrics:
         self.clock = time.perf_counter()
         self.steps, self.seconds = 0, 0.0
         self.last: dict[str, Any] = {}
+        self.canary = Canary()
         self.first_step_time: float | None = None
 
     def start(self) -> None:
@@ -56,6 +58,7 @@ class Metrics:
                 "peak_bytes": peak_bytes(self.state.ranks.device),
             }
         )
+        self.canary.see(self.state.step, float(loss), norm)
 
     def evaluation(self, loss: float | None) -> None:
         """Records an evaluation; its time does not count as a step's."""

@@ -13,6 +13,7 @@ import operator
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +36,6 @@ import torch.distributed as dist  # noqa: E402
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402, F401 - transformers imports a family at its first use
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
-from torch.utils.cpp_extension import _get_build_directory  # noqa: E402
 
 from launcher.plan import Plan  # noqa: E402
 from recipes.shared import distributed  # noqa: E402
@@ -66,9 +66,11 @@ def load_operators() -> list[str]:
     if "TORCH_EXTENSIONS_DIR" in os.environ:
         remember_cpu(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     assert deepspeed.ops.__compatible_ops__  # asks the compiler now, where every rank would ask again
-    loaded = []
+    script = Path(__file__).resolve().parents[2] / "scripts" / "build_ops.py"
+    ready = subprocess.run([sys.executable, str(script), "--ready"], stdout=subprocess.PIPE, text=True, check=True)
+    names, loaded = ready.stdout.split(), []
     for builder in ALL_OPS.values():
-        if list(Path(_get_build_directory(builder.name, False)).glob("*.so")):
+        if builder.name in names:
             builder.load(verbose=False)
             loaded.append(builder.name)
     return loaded

@@ -61,6 +61,18 @@ def test_a_worker_that_raises_is_named_with_its_last_lines_and_log(runs: Runs) -
     assert not processes_of(run)
 
 
+def test_a_run_that_does_not_learn_is_stopped_with_the_diagnosis(runs: Runs, tmp_path: Path) -> None:
+    """One letter over and over and a learning rate of 0: every loss is the same to the last bit."""
+    (tmp_path / "flat.txt").write_text("a" * 100_000)
+    run = runs.new()
+    data = (f"data.files=[{tmp_path / 'flat.txt'}]", f"data.cache_dir={tmp_path / 'cache'}")
+    still = ("schedule=constant", "deepspeed.optimizer.params.lr=0.0", "run.steps=100", "eval.samples=0")
+    done = launch(*SMALL, "data=text", *data, *still, f"run.dir={run}")
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "the same to the last bit" in done.stderr
+    assert len(steps(run)) == 11 and not (run / "checkpoints" / "latest").exists()
+
+
 def test_every_rank_has_its_own_log_with_the_host_in_its_name(runs: Runs) -> None:
     run = runs.get("run.steps=2", "schedule=constant")
     names = sorted(path.name for path in (run / "logs").iterdir())
