@@ -83,11 +83,20 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
             print(format_problems(error.problems, f"rank {rank}: {len(error.problems)} problem(s)"), file=sys.stderr)
         sys.stderr.flush()
         write_json(run.failure(rank), _failure(error, rank, host))
+        _drop_shared_memory()
         os._exit(1)  # without waiting for collectives that will never complete
     run.done(rank).touch()
+    _drop_shared_memory()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking the interpreter with torch in it down in order takes seconds and tells nobody anything
+
+
+def _drop_shared_memory() -> None:
+    """Unlinks the buffers that DeepSpeed's CPU communication left in this host's memory for this job's port."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ.get('MASTER_PORT')}_*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _failure(error: BaseException, rank: int, host: str) -> dict[str, Any]:
