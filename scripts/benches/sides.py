@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import socket
 import subprocess
@@ -121,13 +120,8 @@ class Sides:
 
     def _bare_environment(self) -> dict[str, str]:
         """What launch.py gives to DeepSpeed's launcher; `check_same` finds out when this is no longer so."""
-        variables = dict(self.plan.env)
-        if self.plan.cluster.accelerator == "cpu":
-            variables["DS_ACCELERATOR"] = "cpu"
-            threads = max(1, (os.cpu_count() or 1) // self.plan.world_size)
-            variables.setdefault("OMP_NUM_THREADS", str(threads))
         inherited = {name: value for name, value in self.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-        return inherited | variables
+        return inherited | self.plan.env
 
     def _ask_plan(self) -> Plan:
         argv = [sys.executable, str(ROOT / "launch.py"), "mode=plan", "plan.format=json", *self.overrides]
