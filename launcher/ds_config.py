@@ -28,6 +28,12 @@ SIZES = {
     "stage3_prefetch_bucket_size": "0.9 x hidden size ** 2",
     "stage3_param_persistence_threshold": "10 x hidden size",
 }
+# Names DeepSpeed takes for an element type (runtime/utils.py, DtypeEnum).
+DTYPES = {
+    "fp16": ("torch.float16", "fp16", "float16", "half"),
+    "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
+    "fp32": ("torch.float32", "fp32", "float32", "float"),
+}
 # Where "auto" is solved, and how.
 SOLVED = {
     "scheduler.params.total_num_steps": "run.steps",
@@ -80,6 +86,17 @@ def precision(deepspeed: dict[str, Any]) -> str:
         if deepspeed.get(name, {}).get("enabled"):
             return name
     return "fp32"
+
+
+def accumulation(deepspeed: dict[str, Any]) -> str:
+    """bf16, fp16 or fp32: the element type gradients are accumulated in."""
+    return named_dtype(deepspeed, "grad_accum_dtype") or precision(deepspeed)
+
+
+def named_dtype(deepspeed: dict[str, Any], key: str) -> str | None:
+    """bf16, fp16 or fp32: the element type that `key` of data_types names; None without one."""
+    given = deepspeed.get("data_types", {}).get(key)
+    return next((name for name, spellings in DTYPES.items() if given in spellings), None)
 
 
 def offload_device(deepspeed: dict[str, Any], what: str) -> str | None:

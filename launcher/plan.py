@@ -39,6 +39,8 @@ class Estimate:
     host_bytes: dict[str, int]
     traffic_bytes: dict[str, int]
     checkpoint_bytes: int | None
+    reduce_bucket_bytes: int | None
+    """Gradient reduction buffers of a rank, allocated whole however small the model is."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Plan:
     def precision(self) -> str:
         """bf16, fp16 or fp32."""
         return ds_config.precision(self.deepspeed)
+
+    @property
+    def accumulation(self) -> str:
+        """bf16, fp16 or fp32: the element type gradients are accumulated in."""
+        return ds_config.accumulation(self.deepspeed)
 
     def offload_device(self, what: str) -> str | None:
         """Device of `what` (optimizer or param) when it is offloaded."""
@@ -192,7 +199,7 @@ def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
 
 def _estimate(parameters: int | None, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Estimate:
     if parameters is None:
-        return Estimate(None, None, {}, {}, {}, None)
+        return Estimate(None, None, {}, {}, {}, None, None)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
     state = memory.model_state(
         parameters,
@@ -206,4 +213,5 @@ def _estimate(parameters: int | None, deepspeed: dict[str, Any], cluster: Cluste
     checkpoint = parameters * (memory.WEIGHT_BYTES[precision] + 4 + memory.MOMENT_BYTES)
     if stage == 0 and precision == "fp32":
         checkpoint -= parameters * 4  # the weights are their own masters
-    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint)
+    buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
+    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets)

@@ -22,6 +22,7 @@ from launcher.ds_file import leaves
 from launcher.ds_values import show
 from launcher.errors import Problem, format_problems
 from launcher.plan import Plan
+from launcher.planner.memory import DEFAULT_BUCKET_ELEMENTS
 from launcher.rundir import RunDir
 from launcher.supervise import Failure
 
@@ -122,13 +123,21 @@ def _memory_table(value: Plan, stage: int) -> Any:
         if device or host:
             table.add_row(name, _gb(device), _gb(host))
     table.add_row("resident", _gb(sum(estimate.device_bytes.values())), _gb(sum(estimate.host_bytes.values())))
+    if estimate.reduce_bucket_bytes:
+        table.add_row(f"reduce buckets ({_bucket_text(value, stage)})", _gb(estimate.reduce_bucket_bytes), "")
     table.add_section()
     table.add_row("textbook (2 + 2 + 12 bytes a parameter)", _gb(estimate.textbook_bytes), "")
     table.add_row("sent per step", _gb(estimate.traffic_bytes.get("total")), "")
     table.add_row("one checkpoint, all ranks", "", _gb(estimate.checkpoint_bytes))
-    table.caption = "without activations, logits, communication buckets and fragmentation"
+    table.caption = "without activations, logits, gathered parameters and fragmentation"
     table.caption_justify = "left"
     return table
+
+
+def _bucket_text(value: Plan, stage: int) -> str:
+    zero = value.deepspeed.get("zero_optimization", {})
+    doubled = "2 x " if stage < 3 and zero.get("overlap_comm") else ""
+    return f"{doubled}{zero.get('reduce_bucket_size', DEFAULT_BUCKET_ELEMENTS):,} elements"
 
 
 def _gb(size: int | None) -> str:

@@ -9,23 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.cluster.value import Cluster
-from launcher.ds_config import offload_device, precision, zero_stage
+from launcher.ds_config import accumulation, named_dtype, offload_device, precision, zero_stage
 from launcher.errors import Problem
 from launcher.rules_optimizer import adam_on_cpu, optimizer_name
 from launcher.schema import RunConfig
 
-# Names DeepSpeed takes for an element type (runtime/utils.py, DtypeEnum).
-DTYPES = {
-    "fp16": ("torch.float16", "fp16", "float16", "half"),
-    "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
-    "fp32": ("torch.float32", "fp32", "float32", "float"),
-}
 CLIPPING = "deepspeed.gradient_clipping"
-
-
-def accumulation(ds: dict[str, Any]) -> str:
-    """bf16, fp16 or fp32: the element type gradients are accumulated in."""
-    return _dtype(ds, "grad_accum_dtype") or precision(ds)
 
 
 def accumulates_whole(ds: dict[str, Any]) -> bool:
@@ -72,7 +61,7 @@ def accumulation_type_needs_a_stage(config: RunConfig, cluster: Cluster, ds: dic
 
 def parameter_type_is_the_precision(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     """runtime/engine.py asserts that data_types.param_dtype repeats what fp16 and bf16 say."""
-    wanted = _dtype(ds, "param_dtype")
+    wanted = named_dtype(ds, "param_dtype")
     if wanted in (None, precision(ds)):
         return None
     return Problem(
@@ -206,8 +195,3 @@ def muon_is_not_clipped(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "DeepSpeed would clip Muon's finished update instead of the gradient",
         f"use {CLIPPING}=0",
     )
-
-
-def _dtype(ds: dict[str, Any], key: str) -> str | None:
-    given = ds.get("data_types", {}).get(key)
-    return next((name for name, spellings in DTYPES.items() if given in spellings), None)

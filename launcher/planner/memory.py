@@ -7,9 +7,11 @@ Must never claim to be a peak: activations, logits and fragmentation are not in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENT_BYTES = 8  # two fp32 Adam moments
+DEFAULT_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size where none is given
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,21 @@ def model_state(
     if stage == 3 or offload_optimizer:
         optimizer_home["gradients"] = (4 if offload_optimizer else weight) * share
     return ModelState(textbook_bytes(parameters, stage, world_size, precision), _present(device), _present(host))
+
+
+def reduce_bucket_bytes(deepspeed: dict[str, Any], stage: int, precision: str) -> int:
+    """Bytes of a rank's gradient reduction buffers, which DeepSpeed allocates whole however small the model is.
+
+    reduce_bucket_size elements; twice that at stages 1 and 2 with overlap_comm, from the first backward to the step;
+    once at stage 3, for good. Source: runtime/zero, setup_buckets (stages 1, 2) and _setup_for_real_optimizer (3).
+    """
+    zero = deepspeed.get("zero_optimization", {})
+    if stage == 0 or not zero.get("contiguous_gradients", True):
+        return 0
+    elements = zero.get("reduce_bucket_size", DEFAULT_BUCKET_ELEMENTS)
+    kind = str(deepspeed.get("communication_data_type") or precision).lower()
+    buffers = 2 if stage < 3 and zero.get("overlap_comm") else 1
+    return int(elements) * WEIGHT_BYTES[kind] * buffers
 
 
 def _present(terms: dict[str, int]) -> dict[str, int]:

@@ -63,6 +63,7 @@ def differences(plan: Plan, found: dict[str, Any]) -> list[Problem]:
         "optimizer": optimizer_class(plan),
         "scheduler": ds.get("scheduler", {}).get("type"),
         "parameter_dtypes": [DTYPES[plan.precision]],
+        "gradient_accumulation_dtype": DTYPES[plan.accumulation],
         "gradient_clipping": ds.get("gradient_clipping", found["gradient_clipping"]),
         "world_size": plan.world_size,
         "train_batch_size": batch.global_batch_size,

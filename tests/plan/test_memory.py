@@ -221,3 +221,18 @@ def test_a_checkpoint_holds_weights_masters_and_moments() -> None:
     parameters = planned().estimate.parameters or 0
     assert planned("precision=bf16").estimate.checkpoint_bytes == 14 * parameters
     assert planned("zero=stage0").estimate.checkpoint_bytes == 12 * parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        (("zero=stage2",), 2 * 500_000_000),
+        (("zero=stage2", "deepspeed.zero_optimization.overlap_comm=true"), 2 * 2 * 500_000_000),
+        (("zero=stage3", "deepspeed.zero_optimization.overlap_comm=true"), 2 * 500_000_000),
+        (("zero=stage2", "deepspeed.zero_optimization.reduce_bucket_size=2M"), 2 * 2_000_000),
+        (("zero=stage2", "deepspeed.communication_data_type=fp32"), 4 * 500_000_000),
+        (("zero=stage2", "deepspeed.zero_optimization.contiguous_gradients=false"), 0),
+    ],
+)
+def test_reduction_buffers_count_whole_however_small_the_model(options: tuple[str, ...], size: int) -> None:
+    assert planned("precision=bf16", *options).estimate.reduce_bucket_bytes == size
