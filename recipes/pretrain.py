@@ -31,7 +31,7 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     record_effective(engine, plan, run_dir)
     state = TrainState(engine=engine, plan=plan, ranks=ranks, run=run_dir)
     restore(state)
-    tracker = make_tracker(plan, run_dir, ranks, state.tracker_run_id)
+    tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
     train(state, training, validation, causal_lm_loss, metrics)
     metrics.finish(meta.unigram_entropy)

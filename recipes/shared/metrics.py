@@ -17,7 +17,7 @@ from launcher.rundir import write_json
 from recipes.shared.canary import Canary
 from recipes.shared.engine import global_grad_norm
 from recipes.shared.state import TrainState
-from recipes.shared.trackers import Tracker
+from recipes.shared.trackers import Tracker, tracked_as
 
 
 class Metrics:
@@ -26,7 +26,8 @@ class Metrics:
     def __init__(self, state: TrainState, tracker: Tracker) -> None:
         self.state, self.tracker = state, tracker
         self.file = state.run.metrics.open("a", encoding="utf-8") if state.ranks.is_main else None
-        state.tracker_run_id = tracker.run_id or state.tracker_run_id
+        if tracker.run_id is not None:
+            state.tracker_run_id, state.tracked_as = tracker.run_id, tracked_as(state.plan)
         self.clock = time.perf_counter()
         self.steps, self.seconds = 0, 0.0
         self.last: dict[str, Any] = {}

@@ -27,6 +27,9 @@ class TrainState:
     saved_step: int | None = None
     """Step of the newest committed checkpoint of this process, or the one it was restored from."""
     tracker_run_id: str | None = None
+    """Run at the experiment tracker; after a restore that of the checkpoint."""
+    tracked_as: str | None = None
+    """What that run stands for (`trackers.tracked_as`)."""
 
     @property
     def samples_seen(self) -> int:

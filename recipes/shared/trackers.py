@@ -6,6 +6,9 @@ Must never stop or slow training: a thread of its own does the talking, and a fa
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import queue
 import sys
 import threading
@@ -14,7 +17,7 @@ from typing import Any
 
 from launcher.plan import Plan
 from launcher.rundir import RunDir
-from recipes.shared.distributed import Ranks
+from recipes.shared.state import TrainState
 
 QUEUE_LIMIT = 10_000  # records waiting for a slow tracker; more are dropped and counted
 
@@ -35,9 +38,10 @@ class Tracker:
 class WandbTracker(Tracker):
     """One W&B run, continued on resume, with its own step axis; the plan makes it offline when there is no key."""
 
-    def __init__(self, plan: Plan, run: RunDir, run_id: str | None) -> None:
+    def __init__(self, plan: Plan, run: RunDir, run_id: str | None, parent: str | None) -> None:
         self.section, self.plan, self.folder = plan.config.tracker, plan, run.path
         self.run_id = run_id or uuid.uuid4().hex[:12]
+        self.parent = parent
         self.records: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_LIMIT)
         self.dropped = 0
         self.alive = True
@@ -77,7 +81,7 @@ class WandbTracker(Tracker):
             entity=self.section.entity,
             group=self.section.group,
             tags=self.section.tags or None,
-            config=self.plan.to_json() | {"env": None},
+            config=self.plan.to_json() | {"env": None, "parent_run_id": self.parent},
             dir=str(self.folder),
             resume="allow",
             settings=wandb.Settings(init_timeout=self.section.timeout_s, console="off"),
@@ -91,8 +95,29 @@ class WandbTracker(Tracker):
         run.finish()
 
 
-def make_tracker(plan: Plan, run: RunDir, ranks: Ranks, run_id: str | None) -> Tracker:
-    """The plan's tracker on global rank 0, a silent one elsewhere. `run_id`: of the run that is continued."""
-    if plan.config.tracker.kind == "wandb" and ranks.is_main:
-        return WandbTracker(plan, run, run_id)
-    return Tracker()
+def make_tracker(state: TrainState) -> Tracker:
+    """The plan's tracker on global rank 0, a silent one elsewhere.
+
+    A resume continues the tracked run of its checkpoint. Where what is trained has changed since, or where it is
+    tracked, it begins a new run that names the old one as `parent_run_id`: one curve never mixes two experiments.
+    """
+    plan, earlier = state.plan, state.tracker_run_id
+    if plan.config.tracker.kind != "wandb" or not state.ranks.is_main:
+        return Tracker()
+    same = state.tracked_as == tracked_as(plan)
+    return WandbTracker(plan, state.run, earlier if same else None, None if same else earlier)
+
+
+def tracked_as(plan: Plan) -> str:
+    """SHA-256 of what one tracked run stands for: the experiment and its project.
+
+    How long it runs, where, what it evaluates and what it keeps may change within it.
+    """
+    config = dataclasses.asdict(plan.config)
+    content = {name: config[name] for name in ("recipe", "train", "model", "activation", "data", "deepspeed")}
+    content["recipe"] = {name: value for name, value in content["recipe"].items() if name != "name"}
+    content["data"] = {name: value for name, value in content["data"].items() if name != "cache_dir"}
+    content["train"]["global_batch_size"] = plan.batch.global_batch_size
+    content["seed"] = plan.config.run.seed
+    content["tracker"] = [config["tracker"][name] for name in ("project", "entity")]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

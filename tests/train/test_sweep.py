@@ -8,14 +8,14 @@ from tests.train.running import SMALL, Runs, launch, losses
 
 
 def test_a_sweep_records_a_failing_trial_and_goes_on(runs: Runs) -> None:
+    """wandb/wandb#7811: the sweep is outside, and no trial shares a process with another."""
     folder = runs.new()
     done = launch(
         "--multirun",
         *SMALL,
         "run.steps=3",
         "schedule=constant",
-        "model.config.num_attention_heads=3,4",
-        "model.config.num_key_value_heads=${model.config.num_attention_heads}",
+        "model.config.hidden_act=no_such_function,gelu",
         f"run.dir={folder}",
     )
     assert done.returncode == 5, done.stdout + done.stderr
@@ -29,5 +29,5 @@ def test_a_sweep_records_a_failing_trial_and_goes_on(runs: Runs) -> None:
     ]
     assert len(set(pids)) == 4
     table = done.stdout[done.stdout.index("sweep") :]
-    assert "num_attention_heads=3" in table and "num_attention_heads=4" in table
+    assert "hidden_act=no_such_function" in table and "hidden_act=gelu" in table
     assert f"{summaries[1]['final_eval_loss']:.4f}" in table

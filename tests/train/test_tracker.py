@@ -24,7 +24,11 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def test_one_run_that_a_resume_continues_without_a_key(runs: Runs) -> None:
-    """Offline on request here: a key would make it talk to a server. No planted secret reaches the run folder."""
+    """Offline on request here: a key would make it talk to a server. No planted secret reaches the run folder.
+
+    wandb/wandb#8428, Red-Hat-AI-Innovation-Team/mini_trainer#38: two ranks, one run. wandb/wandb#9449: the step is a
+    metric of its own. huggingface/finetrainers#188: a resume continues the run; what trains otherwise is a new one.
+    """
     run, secret = runs.new(), "planted-secret-4711"
     planted = dict.fromkeys(("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), secret)
     done = launch(*SHORT, f"run.dir={run}", env=environment(WANDB_MODE="offline", **planted))
@@ -44,6 +48,19 @@ def test_one_run_that_a_resume_continues_without_a_key(runs: Runs) -> None:
     assert again.returncode == 0, again.stderr
     assert json.loads((run / "summary.json").read_text())["tracker_run_id"] == summary["tracker_run_id"]
     assert all(path.name.endswith(summary["tracker_run_id"]) for path in (run / "wandb").glob("offline-run-*"))
+    changed = launch("recipe=resume", f"run.dir={run}", "run.steps=6", "train.micro_batch_size=1", env=environment())
+    assert changed.returncode == 2  # another global batch: not what the data order was made for
+    changed = launch(
+        *("recipe=resume", f"run.dir={run}", "run.steps=6"),
+        *("train.micro_batch_size=1", "train.gradient_accumulation_steps=4"),
+        env=environment(),
+    )
+    assert changed.returncode == 0, changed.stderr
+    child = json.loads((run / "summary.json").read_text())["tracker_run_id"]
+    assert child != summary["tracker_run_id"]
+    (folder,) = (run / "wandb").glob(f"offline-run-*-{child}")
+    data = next(folder.glob("*.wandb")).read_bytes()
+    assert b"parent_run_id" in data and summary["tracker_run_id"].encode() in data
 
 
 @pytest.mark.parametrize(
@@ -54,7 +71,7 @@ def test_one_run_that_a_resume_continues_without_a_key(runs: Runs) -> None:
     ],
 )
 def test_a_tracker_in_trouble_never_stops_training(runs: Runs, tmp_path: Path, trouble: str, code: str) -> None:
-    """A stand-in `wandb` ahead of the real one: training ends well and the log says what happened."""
+    """starVLA/starVLA#369, with a stand-in `wandb` ahead of the real one: the log says what happened."""
     (tmp_path / "wandb.py").write_text(code + "class Settings:\n    def __init__(self, **options): pass\n")
     run = runs.new()
     done = launch(

@@ -36,7 +36,7 @@ def restore(state: TrainState) -> None:
     replay_bias_correction(state.engine)
     set_rng_state(torch.load(folder / rng_name(state.ranks.rank), weights_only=True))
     state.step = state.saved_step = int(saved["step"])
-    state.tracker_run_id = saved["tracker_run_id"]
+    state.tracker_run_id, state.tracked_as = saved["tracker_run_id"], saved["tracked_as"]
     if state.engine.global_steps != state.step:
         raise UserError(
             Problem(

@@ -115,6 +115,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any], files: dict[str, Any]
         "model_config": plan.config.model.config,
         "versions": installed_versions(),
         "tracker_run_id": state.tracker_run_id,
+        "tracked_as": state.tracked_as,
         "recorded": recorded,
         "parameters": shapes,
         "files": files,
