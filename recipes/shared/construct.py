@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -92,7 +93,12 @@ class ShardedConstruction(TorchFunctionMode):
     def partition(self, model: nn.Module, dtype: torch.dtype, ds_config: dict[str, Any]) -> None:
         """Gives each parameter, cast to `dtype`, to zero.Init in turn: shards land where `ds_config` says."""
         self._shed_all()
-        deepspeed.zero.Init(module=_Stream(self, model, dtype), config_dict_or_path=ds_config)
+        # DeepSpeed makes the groups of hpZ once a process and refuses a second model that does not bring them.
+        hpz = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+        group = groups._get_zero_param_intra_parallel_group() if hpz else None
+        deepspeed.zero.Init(
+            module=_Stream(self, model, dtype), config_dict_or_path=ds_config, zero_param_parallel_group=group
+        )
         self.shards.clear()
 
     def _shed(self, parameter: nn.Parameter) -> None:

@@ -21,6 +21,7 @@ from recipes.shared.model import make_config
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
 DS = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+HPZ = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 
 
 class Hostile(nn.Module):
@@ -94,7 +95,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def compare(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def compare(
+    build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, ds: dict[str, Any] = DS
+) -> dict[str, Any]:
     """Names that differ between a plain and a sharded construction, and how many were compared."""
     torch.manual_seed(11)
     plain = build()
@@ -103,7 +106,7 @@ def compare(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) 
     with ShardedConstruction(torch.device("cpu")) as construction:
         model = build()
     after_sharded = torch.rand(1)
-    construction.partition(model, dtype, DS)
+    construction.partition(model, dtype, ds)
     different = [] if torch.equal(after_plain, after_sharded) else ["the order of random draws"]
     expected, found = dict(plain.named_parameters()), dict(model.named_parameters())
     if expected.keys() != found.keys():
@@ -125,6 +128,8 @@ def main() -> None:
     deepspeed.init_distributed()
     findings = {name: compare(build) for name, build in MODELS.items()}
     findings["bf16"] = compare(MODELS["llama_tied"], torch.bfloat16)
+    for name in ("first_with_hpz", "second_with_hpz"):
+        findings[name] = compare(MODELS["llama_tied"], ds=HPZ)
     construct.RESIDENT_BYTES = 64 * 64 * 4 * 4  # four matrices
     with ShardedConstruction(torch.device("cpu")) as construction:
         model = Deep()

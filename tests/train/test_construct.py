@@ -72,3 +72,10 @@ def test_whole_parameters_are_few_at_a_time(findings: list[dict[str, dict[str, o
 def test_bf16_shards_are_the_rounded_fp32_weights(findings: list[dict[str, dict[str, object]]]) -> None:
     for rank in findings:
         assert rank["bf16"]["different"] == []
+
+
+@pytest.mark.parametrize("model", ["first_with_hpz", "second_with_hpz"])
+def test_a_process_builds_several_models_with_hpz(findings: list[dict[str, dict[str, object]]], model: str) -> None:
+    """deepspeedai/DeepSpeed#7066: the second one met "intra parallel group is already initialized"."""
+    for rank in findings:
+        assert rank[model]["different"] == [] and rank[model]["not_partitioned"] == []
