@@ -55,6 +55,10 @@ class RunDir:
         """Mark of a rank that came to its end."""
         return self.control / f"done.rank{rank}"
 
+    def done_ranks(self) -> list[Path]:
+        """The marks of all ranks that came to their end."""
+        return list(self.control.glob("done.rank*"))
+
     def failures(self) -> list[Path]:
         """Every failure record there is."""
         return sorted(self.control.glob("failure.rank*.json"))
@@ -125,11 +129,17 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     )
 
 
-def check_writable(path: Path) -> None:
-    """Raises UserError when `path` could not be created; creates nothing."""
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` that is there."""
     parent = path
     while not parent.exists():
         parent = parent.parent
+    return parent
+
+
+def check_writable(path: Path) -> None:
+    """Raises UserError when `path` could not be created; creates nothing."""
+    parent = existing_parent(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         reason = "is not a folder" if not parent.is_dir() else "may not be written to"
         raise UserError(Problem("run.dir", str(path), f"{parent} {reason}", "choose a folder you may write to"))

@@ -23,6 +23,7 @@ from launcher.rundir import RunDir, read_json, write_text
 
 POLL_S = 0.1
 ABORT_GRACE_S = 3.0  # workers poll for the abort file once a second
+FRONT_END_GRACE_S = 0.2  # once every rank is done
 STOP_GRACE_S = 120.0  # a stop request ends at a step boundary, after a checkpoint
 
 
@@ -79,7 +80,7 @@ def supervise(
     `on_metrics` gets every object of metrics.jsonl, `on_status` every change of control/status.json's text.
     Exit code: 0 when rank 0 wrote its result, 130/143 when it was stopped by a signal to us, else 5.
     """
-    tail, status, first, stopped = Tail(run.metrics), "", None, None
+    tail, status, first, stopped, finished = Tail(run.metrics), "", None, None, False
     with run.launcher_log.open("ab") as log, _signals() as received:
         process = subprocess.Popen(
             argv,
@@ -108,10 +109,13 @@ def supervise(
                 if first is not None and deadline is None:
                     deadline = time.monotonic() + ABORT_GRACE_S
                     write_text(run.abort_request, first.message)
+                finished = first is None and _finished(run, len(rank_hosts))
+                if finished and deadline is None:
+                    deadline = time.monotonic() + (FRONT_END_GRACE_S if local else STOP_GRACE_S)
                 if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
                     break
         finally:
-            _end_group(process, run)
+            _end_group(process, run, finished)
         for record in tail.read():
             on_metrics(record)
     if first is None or first.kind == "peer":
@@ -174,9 +178,17 @@ def _alive(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _end_group(process: subprocess.Popen[bytes], run: RunDir) -> None:
-    """Ends what is left of the job: the abort file for workers anywhere, then SIGKILL to its own process group."""
-    if process.poll() is None:
+def _finished(run: RunDir, world_size: int) -> bool:
+    """Whether rank 0 has written the result and every rank has come to its end."""
+    return run.result.exists() and len(run.done_ranks()) == world_size
+
+
+def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) -> None:
+    """Ends what is left of the job: the abort file for workers anywhere, then SIGKILL to its own process group.
+
+    Where every rank is done only the front-end is left: it takes seconds to leave, and tells nobody anything.
+    """
+    if process.poll() is None and not finished:
         if not run.abort_request.exists():
             write_text(run.abort_request, "the launcher ended the job")
         with contextlib.suppress(subprocess.TimeoutExpired):
