@@ -7,8 +7,8 @@ exec 1>&2
 
 level="${1:-core}"
 case "$level" in
-core) extras="" ;;
-test) extras="[dev,lora,data]" ;;
+core) extras="" operators="" ;;
+test) extras="[dev,lora,data]" operators="--all" ;; # every operator that a test needs
 *) echo "setup: unknown level '$level' (core or test)"; exit 2 ;;
 esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -102,5 +102,5 @@ if [ "$(state)" != ready ]; then
 fi
 
 # Not fatal: planning needs no operator, and many configurations train without some of them.
-"$venv/bin/python" "$root/scripts/build_ops.py" ||
+"$venv/bin/python" "$root/scripts/build_ops.py" $operators ||
     echo "setup: a configuration that needs an operator named above will stop when training starts"

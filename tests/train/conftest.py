@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +13,9 @@ from tests.train.running import Runs
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Real runs in fresh processes, kept for the session."""
-    return Runs(tmp_path_factory.mktemp("runs"))
+    """Real runs in fresh processes, kept for the session and shared by the processes of `pytest -n`."""
+    base = tmp_path_factory.getbasetemp()
+    return Runs((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs")
 
 
 @pytest.fixture(scope="session")

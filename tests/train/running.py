@@ -6,6 +6,7 @@ Must never read results off log text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -44,24 +46,27 @@ def launch(*overrides: str, timeout_s: float = 240, **options: Any) -> subproces
 
 
 class Runs:
-    """Finished runs of this session, by their overrides."""
+    """Finished runs of this session, by their overrides; the test processes share them."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.known: dict[tuple[str, ...], Path] = {}
 
     def new(self) -> Path:
         """A path for a run that does not exist yet."""
-        return self.folder / f"run{len(list(self.folder.iterdir())):03d}-{time.monotonic_ns()}"
+        return self.folder / f"new-{os.getpid()}-{time.monotonic_ns()}"
 
     def get(self, *overrides: str) -> Path:
         """Folder of the finished run with these overrides on top of SMALL; started when nobody asked for it before."""
-        if overrides not in self.known:
-            folder = self.new()
-            done = launch(*SMALL, *overrides, f"run.dir={folder}")
-            assert done.returncode == 0, done.stdout + done.stderr
-            self.known[overrides] = folder
-        return self.known[overrides]
+        name = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:12]
+        folder, failure = self.folder / name, self.folder / f"{name}.failed"
+        with FileLock(self.folder / f"{name}.lock"):
+            if not folder.exists() and not failure.exists():
+                done = launch(*SMALL, *overrides, f"run.dir={folder}")
+                if done.returncode:
+                    failure.write_text(done.stdout + done.stderr)
+        assert not failure.exists(), failure.read_text()
+        return folder
 
 
 def records(run: Path) -> list[dict[str, Any]]:

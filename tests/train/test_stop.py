@@ -45,13 +45,7 @@ def test_a_killed_rank_is_named_and_the_rest_ends(runs: Runs) -> None:
 
 def test_a_worker_that_raises_is_named_with_its_last_lines_and_log(runs: Runs) -> None:
     run = runs.new()
-    done = launch(
-        *SMALL,
-        "run.steps=3",
-        "model.config.num_attention_heads=3",
-        "model.config.num_key_value_heads=3",
-        f"run.dir={run}",
-    )
+    done = launch(*SMALL, "run.steps=3", "model.config.hidden_act=no_such_function", f"run.dir={run}")
     assert done.returncode == 5, done.stdout + done.stderr
     failure = json.loads((run / "summary.json").read_text())["failure"]
     assert failure["rank"] in (0, 1)
