@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import re
@@ -206,6 +207,7 @@ def _listed(found: Sequence[Any]) -> str:
     return "; ".join(named) or "none beyond type and limits"
 
 
+@functools.cache
 def _code(rule: Any) -> str:
     """Source of a rule and of the helpers of this package it calls, with the names in the tables they read."""
     texts, todo, seen = [], [rule], set()

@@ -7,6 +7,7 @@ Must never describe an option in words of its own: the sentence stands under the
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 
 from launcher import schema
@@ -37,6 +38,7 @@ def text() -> str:
     return "\n".join(lines)
 
 
+@functools.cache
 def option_sentences() -> dict[str, str]:
     """{dotted option: the sentence under its field in schema.py}."""
     classes = {
