@@ -130,6 +130,10 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
     if plan.config.mode == "plan":
         render.plan(plan, RunDir(plan.config.run.dir or "RUN_DIR"), plan.config.plan.format, sources, replaced)
         return run.Outcome(EXIT_OK, None, overrides)
+    if plan.config.mode == "check":
+        return run.check(plan, overrides)
+    if plan.config.launch.submit == "sbatch":
+        return run.submit(plan, request.overrides)
     return run.train(plan, request.overrides, sources)
 
 

@@ -6,6 +6,7 @@ Must never put anything but the plan file's path behind the script: a remote she
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -40,6 +41,54 @@ def deepspeed_command(plan: Plan, run: RunDir, master_port: int, master_addr: st
     if section.launcher_args:
         argv += [f"--launcher_args={section.launcher_args}"]  # one word: the value may begin with a dash
     return [*argv, str(WORKER), str(run.plan)]
+
+
+def batch_script(plan: Plan, run: RunDir, overrides: list[str], folder: str) -> str:
+    """Slurm batch script that starts the run, or continues it once it has a checkpoint, and queues again when stopped.
+
+    Slurm sends SIGTERM to the script `watch.grace_s` before the time limit and on preemption; the launcher writes a
+    checkpoint and leaves with 143.
+    """
+    launch = plan.config.launch
+    assert launch.nodes is not None and launch.slots is not None
+    per_node = [f"--gpus-per-node={launch.slots}"] if plan.cluster.accelerator == "cuda" else []
+    options = [
+        f"--job-name={run.path.name}",
+        f"--nodes={launch.nodes}",
+        f"--ntasks-per-node={launch.slots}",
+        *per_node,
+        f"--output={run.path}.slurm-%j.log",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:TERM@{round(plan.config.watch.grace_s)}",
+        *launch.sbatch,
+    ]
+    kept = [text for text in overrides if not text.lstrip("+").startswith(("launch.", "run.dir=", "run.name="))]
+    where = "run.dir='{}'".format(str(run.path).replace("\\", "\\\\").replace("'", "\\'"))
+    command = [sys.executable, str(ROOT / "launch.py")]
+    again = [*command, "recipe=resume", where, "cluster=slurm", "launch.submit=none"]
+    path = shlex.quote(str(run.path))
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {shlex.quote(option)}" for option in options),
+            f"cd {shlex.quote(folder)} || exit 2",
+            f"run={path}",
+            'if [ -e "$run/checkpoints/latest" ]; then',
+            f"    {shlex.join(again)} &",
+            "else",
+            '    [ ! -e "$run" ] || mv "$run" "$run.without-checkpoint-$(date +%s)"',
+            f"    {shlex.join([*command, *kept, where])} &",
+            "fi",
+            "launcher=$!",
+            "trap 'kill -TERM $launcher' TERM",
+            'wait "$launcher"; code=$?',
+            'while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; code=$?; done',
+            '[ "$code" -ne 143 ] || scontrol requeue "$SLURM_JOB_ID"',
+            'exit "$code"',
+            "",
+        ]
+    )
 
 
 def operators_command(plan: Plan) -> list[str]:

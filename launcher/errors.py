@@ -7,6 +7,7 @@ Must never be used for our own invariants (those are `assert`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 EXIT_OK = 0
 EXIT_REQUEST = 2  # the request is wrong: nothing was created or started
@@ -25,6 +26,20 @@ class Problem:
     got: str
     why: str
     fix: str
+
+
+@dataclass
+class Failure:
+    """The first failing rank as far as it can be told: its log holds the rest.
+
+    `kind`: error (it raised), memory, peer (it lost another rank), killed, stall, host, launcher, limit.
+    """
+
+    rank: int | None
+    host: str | None
+    message: str
+    log: Path
+    kind: str = "error"
 
 
 class UserError(Exception):

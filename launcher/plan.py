@@ -168,7 +168,7 @@ def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     batch: Batch | None = None
     deepspeed: dict[str, Any] | None = None
     try:
-        cluster = resolve(config.cluster)
+        cluster = resolve(config.cluster, config.launch)
         batch = solve(config.train, cluster.world_size)
     except UserError as error:
         problems += error.problems

@@ -7,6 +7,7 @@ Must never decide anything: it shows values that others computed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -16,15 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.cluster.preflight import FAIL, OK, Finding, failed
 from launcher.command import deepspeed_command
 from launcher.ds_config import precision, zero_stage
 from launcher.ds_file import leaves
 from launcher.ds_values import show
-from launcher.errors import Problem, format_problems
+from launcher.errors import Failure, Problem, format_problems
 from launcher.plan import Plan
 from launcher.planner.memory import DEFAULT_BUCKET_ELEMENTS
 from launcher.rundir import RunDir
-from launcher.supervise import Failure
 
 GB = 1e9
 LAST_LINES = 20
@@ -93,6 +94,34 @@ def plan(value: Plan, run: RunDir, form: str, sources: Mapping[str, str], replac
     console.print("[bold]command[/bold]")
     print("  " + shlex.join(_command(value, run)))
     print(f"fingerprint {value.fingerprint[:16]}; nothing was started or written")
+
+
+def check(value: Plan, findings: list[Finding], measured: dict[str, Any] | None) -> None:
+    """`mode=check`: one row for each host and check, and what to do about those that are not ok."""
+    bad = [finding for finding in findings if finding.status != OK]
+    if value.config.check.format == "json":
+        each = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"ok": not failed(findings), "findings": each, "measured": measured}, ensure_ascii=False))
+        return
+    rows = [(finding.host, finding.check.replace("_", " "), finding.status, finding.got) for finding in findings]
+    titled = [("host", "check", "status", "found"), *rows]
+    widths = [max(len(row[column]) for row in titled) for column in range(3)]
+    for host, name, status, got in titled:
+        print(f"{host:<{widths[0]}}  {name:<{widths[1]}}  {status:<{widths[2]}}  {got}")
+    for finding in bad:
+        print(f"\n{finding.host}: {finding.check.replace('_', ' ')}: {finding.got}")
+        print(f"  why   {finding.why}")
+        if finding.fix:
+            print(f"  fix   {finding.fix}")
+    hosts, lost = len(value.cluster.hosts), len({finding.host for finding in bad if finding.status == FAIL})
+    print(f"\n{hosts} hosts: " + (f"{lost} must not take part" if lost else "all may take part"))
+
+
+def submitted(job: str, script: Path, run: RunDir) -> None:
+    """A batch job that waits in Slurm's queue."""
+    print(f"submitted job {job}: {script}")
+    print(f"its output: {run.path}.slurm-{job}.log; its run: {run.path}")
+    print(f"cancel:     scancel {job}")
 
 
 def explanation(lines: Sequence[tuple[str, str]]) -> None:

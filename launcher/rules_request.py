@@ -13,10 +13,11 @@ from typing import Any
 
 from launcher.cluster.filters import spec
 from launcher.cluster.value import Cluster
+from launcher.env import SECRET
 from launcher.errors import Problem
 from launcher.schema import RunConfig
 
-MODES = ("train", "plan", "explain")
+MODES = ("train", "plan", "check", "explain")
 RECIPES = ("pretrain", "resume", "export")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 
@@ -87,6 +88,44 @@ def plan_format_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]
     return Problem("plan.format", config.plan.format, "not a format", "use plan.format=text or plan.format=json")
 
 
+def check_format_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    if config.check.format in ("text", "json"):
+        return None
+    return Problem("check.format", config.check.format, "not a format", "use check.format=text or check.format=json")
+
+
+def batch_job_needs_slurm(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
+    """sbatch is Slurm's; what it would be asked for means nothing elsewhere."""
+    launch, found = config.launch, []
+    if launch.submit not in ("none", "sbatch"):
+        found.append(Problem("launch.submit", launch.submit, "not a way to submit", "use launch.submit=sbatch or none"))
+    if launch.submit == "sbatch" and config.cluster.kind != "slurm":
+        found.append(Problem("launch.submit", "sbatch", "it hands the run to Slurm", "add cluster=slurm"))
+    if launch.submit != "sbatch":
+        found += [
+            Problem(
+                f"launch.{name}", str(value), "it is for batch jobs, so it would be ignored", "add launch.submit=sbatch"
+            )
+            for name, value in (("nodes", launch.nodes), ("slots", launch.slots), ("sbatch", launch.sbatch))
+            if value
+        ]
+    return found
+
+
+def no_secret_in_the_request(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
+    """What is asked for is written to the run folder, for everyone who may read it."""
+    return [
+        Problem(
+            f"cluster.env.{name}",
+            "(not shown)",
+            "it looks like a secret, and requests are recorded in the run folder",
+            f"export {name} in the shell: secrets that are known by name reach every rank from there",
+        )
+        for name in config.cluster.env
+        if SECRET.search(name)
+    ]
+
+
 def tracker_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     if config.tracker.kind in ("none", "wandb"):
         return None
@@ -115,6 +154,11 @@ def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 0),
         "export.max_shard_bytes": (config.export.max_shard_bytes, 1),
+        "check.timeout_s": (config.check.timeout_s, 1),
+        "watch.stall_s": (config.watch.stall_s, 1),
+        "watch.grace_s": (config.watch.grace_s, 1),
+        "watch.slow_factor": (config.watch.slow_factor, 1.1),
+        "cluster.restarts": (config.cluster.restarts, 0),
     }
     return [
         Problem(where, str(value), f"it is at least {minimum}", f"{where}={minimum} or more")

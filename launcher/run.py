@@ -7,26 +7,53 @@ Must never leave anything behind for a request that is refused: the run folder i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher import compose, env, render
-from launcher.command import ROOT, deepspeed_command, hostfile_text, local_worker_command, operators_command
-from launcher.errors import EXIT_OK, EXIT_TRAINING, Problem, UserError
+from launcher.check import before_launch, preflight
+from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
+from launcher.command import (
+    ROOT,
+    batch_script,
+    deepspeed_command,
+    hostfile_text,
+    local_worker_command,
+    operators_command,
+)
+from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, UserError, raise_if
+from launcher.onhost import end, secrets
 from launcher.plan import Plan, installed_versions
-from launcher.rundir import STEP_PREFIX, RunDir, check_writable, read_json, write_json, write_text
-from launcher.schema import RunConfig
-from launcher.supervise import Ending, supervise
+from launcher.remote import Reach, run_script
+from launcher.rundir import (
+    STEP_PREFIX,
+    RunDir,
+    check_writable,
+    existing_parent,
+    read_json,
+    write_json,
+    write_text,
+)
+from launcher.schema import RecipeSection, RunConfig
+from launcher.supervise import Ending, Job, supervise
+
+END, SECRETS = Path(end.__file__), Path(secrets.__file__)
+RESTARTED = ("killed", "peer", "stall", "launcher")  # kinds of failure that another attempt may not meet
+END_TIMEOUT_S = 8.0
+COLLECTIVE_LIMIT_S = 180.0  # starting Python with torch on every host takes most of it
 
 
 @dataclass
@@ -40,6 +67,47 @@ class Outcome:
     error: str | None = None
 
 
+def check(plan: Plan, overrides: list[str]) -> Outcome:
+    """`mode=check`: every host is looked at, then all ranks meet in a short collective. Starts and keeps nothing."""
+    run = _run_folder(plan.config)
+    address, port = _rendezvous(plan)
+    findings = preflight(plan, run, address, port)
+    measured = None
+    if not failed(findings) and plan.config.check.collective:
+        _build_operators(plan)
+        measured, more = _measure_collective(plan, run)
+        findings += more
+    render.check(plan, findings, measured)
+    return Outcome(EXIT_PREFLIGHT if failed(findings) else EXIT_OK, None, overrides)
+
+
+def submit(plan: Plan, overrides: list[str]) -> Outcome:
+    """`launch.submit=sbatch`: writes the batch script beside the run folder-to-be and hands it to Slurm."""
+    run = _run_folder(plan.config)
+    if run.path.exists():
+        _refuse_existing(run)
+    check_writable(run.path)
+    script = run.path.with_name(run.path.name + ".sbatch")
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        with script.open("x", encoding="utf-8") as file:
+            file.write(batch_script(plan, run, overrides, os.getcwd()))
+    except FileExistsError:
+        why = "a job of this name has been submitted before"
+        raise UserError(Problem("run.dir", str(script), why, "choose another run.dir, or remove the script")) from None
+    try:
+        answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+        code, said = answer.returncode, (answer.stdout or answer.stderr).strip()
+    except OSError as error:
+        code, said = 127, f"sbatch: {error.strerror}"
+    if code:
+        script.unlink()
+        why = "Slurm did not take the job"
+        raise UserError(Problem("launch.submit", said, why, "correct launch.nodes, launch.slots or launch.sbatch"))
+    render.submitted(said.partition(";")[0], script, run)
+    return Outcome(EXIT_OK, run.path, overrides, {"job": said.partition(";")[0]})
+
+
 def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
     """Prepares, starts and watches one training run; writes and shows its summary. `sources`: `provenance.sources`."""
     run = _run_folder(plan.config)
@@ -47,11 +115,21 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         if run.path.exists():
             _refuse_existing(run)
         check_writable(run.path)
+    if not plan.cluster.local and plan.config.cluster.preflight:
+        before_launch(plan, run, *_rendezvous(plan))
     _prepare_data(plan)
     _build_operators(plan)
     attempt = _write_run_folder(run, plan, overrides, sources)
     ending = _start(run, plan, attempt)
-    summary = _write_summary(run, plan, ending)
+    summary = _write_summary(run, plan, ending, attempt)
+    for left in range(plan.config.cluster.restarts, 0, -1):
+        again = _restarted(run, plan, ending, left)
+        if again is None:
+            break
+        plan = again
+        attempt = _write_run_folder(run, plan, overrides, sources)
+        ending = _start(run, plan, attempt)
+        summary = _write_summary(run, plan, ending, attempt)
     render.finish(run, plan, summary, ending.failure)
     return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
 
@@ -97,6 +175,8 @@ def checkpoint_of_step(run: RunDir, step: int | None) -> str:
 def worker_environment(config: RunConfig) -> dict[str, str]:
     """Variables every worker gets through the plan: allow-listed ones, ours, then `cluster.env`."""
     variables = env.forwarded()
+    if config.cluster.kind != "local":
+        variables |= {name: text for name, text in env.deepspeed_env_files().items() if not env.SECRET.search(name)}
     variables["TORCH_EXTENSIONS_DIR"] = str(env.extensions_dir())
     variables.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.tracker.kind == "wandb" and not env.has_wandb_key():
@@ -218,16 +298,127 @@ def _drop_later_metrics(run: RunDir, checkpoint: str, kept: Path) -> None:
 
 
 def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:
-    address = None if plan.cluster.local else _master_address(plan)
-    port = plan.config.cluster.master_port or _free_port()
-    argv = deepspeed_command(plan, run, port, address)
-    environment = env.child_environment(plan.env)
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # the slots of the plan decide; the front-end would ignore it
     render.start(run, plan, attempt)
-    with render.progress(plan) as progress, _shared_memory_of(port):
-        return supervise(
-            argv, environment, run, plan.cluster.rank_hosts(), plan.cluster.local, progress.metrics, progress.status
-        )
+    with render.progress(plan) as progress:
+        return _execute(run, plan, progress.metrics, progress.status)
+
+
+def _restarted(run: RunDir, plan: Plan, ending: Ending, left: int) -> Plan | None:
+    """The plan that goes on after a loss, from the newest good checkpoint; None where going on would not help.
+
+    Lost are ranks that were killed, that stand still, or whose host is gone. What a rank raised by itself (a wrong
+    configuration, memory that is too small) it would raise again.
+    """
+    failure = ending.failure
+    if failure is None or ending.exit_code != EXIT_TRAINING or failure.kind not in RESTARTED:
+        return None
+    render.note(f"{failure.message}; starting again ({left} of cluster.restarts left)")
+    try:
+        checkpoint = newest_checkpoint(run)["checkpoint"]
+        if not plan.cluster.local and plan.config.cluster.preflight:
+            before_launch(plan, run, *_rendezvous(plan))
+    except UserError as error:
+        render.problems(error.problems)
+        return None
+    return dataclasses.replace(plan, resume_from=checkpoint)
+
+
+def _execute(
+    run: RunDir,
+    plan: Plan,
+    on_metrics: Callable[[dict[str, Any]], None],
+    on_status: Callable[[str], None],
+    limit_s: float | None = None,
+) -> Ending:
+    """Runs the plan's recipe on all its ranks, through the `deepspeed` front-end, to its end."""
+    address, port = _rendezvous(plan)
+    local, launcher = plan.cluster.local, plan.config.cluster.launcher
+    write_json(run.rendezvous, {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": port})
+    job = Job(
+        deepspeed_command(plan, run, port, address),
+        env.front_end_environment(plan.env, remote_shell=not local and launcher in ("pdsh", "slurm")),
+        None if local else "/",  # DeepSpeed changes to this folder on every host, and its name would not be quoted
+        run,
+        plan.cluster.rank_hosts(),
+        local,
+        plan.config.watch,
+        lambda: _end_on_hosts(run, plan, port),
+        limit_s,
+    )
+    with _shared_memory_of(port), _secrets_on_hosts(run, plan):
+        return supervise(job, on_metrics, on_status)
+
+
+def _rendezvous(plan: Plan) -> tuple[str | None, int]:
+    """Address and port at which the ranks meet."""
+    port = plan.config.cluster.master_port or _free_port()
+    return (None if plan.cluster.local else _master_address(plan)), port
+
+
+@contextlib.contextmanager
+def _secrets_on_hosts(run: RunDir, plan: Plan) -> Iterator[None]:
+    """Puts this shell's secrets where the ranks of other hosts find them, for as long as the block runs.
+
+    Ranks on this machine alone inherit them. Elsewhere: a file in each host's memory for each rank, 0600, which the
+    rank removes when it has read it.
+    """
+    values = env.secrets()
+    if plan.cluster.local or not values:
+        yield
+        return
+    first, requests = 0, []
+    for host in plan.cluster.hosts:
+        ranks = range(first, first + len(host.slots))
+        requests.append({"files": [str(run.secrets(rank)) for rank in ranks], "values": values})
+        first += len(host.slots)
+    names = [host.name for host in plan.cluster.hosts]
+    answers = run_script(
+        Reach(plan.config.cluster, False), names, SECRETS, requests, plan.config.check.timeout_s, answers=1
+    )
+    lost = [
+        Problem(a.host, a.error, "it could not be given its secrets", "see mode=check") for a in answers if not a.facts
+    ]
+    raise_if(lost, EXIT_PREFLIGHT)
+    yield
+
+
+def _end_on_hosts(run: RunDir, plan: Plan, port: int) -> dict[str, str]:
+    """Kills what is left of the run on every host; returns {host: error} of those that did not answer."""
+    if plan.cluster.local:
+        return {}
+    request = {
+        "plan": str(run.plan),
+        "leftovers": [f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*", f"{run.secrets(0).parent}/{run.secret_mark}*"],
+    }
+    names = [host.name for host in plan.cluster.hosts]
+    reach = Reach(plan.config.cluster, False)
+    answers = run_script(reach, names, END, [request] * len(names), END_TIMEOUT_S, answers=1)
+    return {answer.host: answer.error for answer in answers if answer.facts is None}
+
+
+def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """All ranks in a collective, and every two hosts with each other, in a folder that is removed again."""
+    folder = RunDir(existing_parent(run.path) / f".zerolaunch-check-{uuid.uuid4().hex[:12]}")
+    config = dataclasses.replace(plan.config, recipe=RecipeSection("check"))
+    plan = dataclasses.replace(plan, config=config)
+    folder.create()
+    try:
+        if not plan.cluster.local:
+            folder.hostfile.write_text(hostfile_text(plan))
+        write_json(folder.plan, plan.to_json())
+        ending = _execute(folder, plan, lambda record: None, render.note, COLLECTIVE_LIMIT_S)
+        result = read_json(folder.result)
+        if ending.failure is None and result is not None:
+            return result, collective_findings(plan, result)
+        failure = ending.failure
+        lines = failure.log.read_text(errors="replace").splitlines()[-render.LAST_LINES :] if failure else []
+        got = failure.message if failure else "it was interrupted"
+        why = "the ranks could not talk to each other: " + " | ".join(lines[-3:])
+        host = (failure.host if failure else None) or "all hosts"
+        fix = "see the network between the hosts: interface, firewall, cluster.env.NCCL_DEBUG=INFO"
+        return None, [Finding(host, "collective", FAIL, got, why, fix)]
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -285,17 +476,21 @@ def _provenance(attempt: int) -> dict[str, Any]:
     }
 
 
-def _write_summary(run: RunDir, plan: Plan, ending: Ending) -> dict[str, Any]:
+def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dict[str, Any]:
     result = read_json(run.result) or {}
     failure = ending.failure
     summary = {
         "exit_code": ending.exit_code,
+        "attempt": attempt,
         "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
         **result,
         "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
         "failure": None
         if failure is None
-        else {"rank": failure.rank, "host": failure.host, "message": failure.message, "log": str(failure.log)},
+        else {
+            **{"rank": failure.rank, "host": failure.host, "kind": failure.kind},
+            **{"message": failure.message, "log": str(failure.log)},
+        },
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_json(run.summary, summary)

@@ -6,6 +6,7 @@ Must never overwrite a run: `create` refuses a folder that holds one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -38,14 +39,36 @@ class RunDir:
         self.control = self.path / "control"
         self.stop_request = self.control / "stop"
         self.abort_request = self.control / "abort"
+        self.dump_request = self.control / "dump"
+        self.measure_request = self.control / "measure"
+        self.measured = self.control / "measured.json"
+        self.launcher_beat = self.control / "launcher.json"
         self.status = self.control / "status.json"
         self.result = self.control / "result.json"
+        self.rendezvous = self.control / "rendezvous.json"
         self.hostfile = self.control / "hostfile"
         self.launcher_log = self.logs / "launcher.log"
 
     def rank_log(self, host: str, rank: int) -> Path:
         """Log file of one global rank."""
         return self.logs / f"{host}.rank{rank}.log"
+
+    def rank_stacks(self, host: str, rank: int) -> Path:
+        """Stacks of a rank's threads, written when it makes no progress."""
+        return self.logs / f"{host}.rank{rank}.stacks"
+
+    def heartbeat(self, rank: int) -> Path:
+        """Where a rank says, every two seconds, what it is doing."""
+        return self.control / f"heartbeat.rank{rank}.json"
+
+    @property
+    def secret_mark(self) -> str:
+        """How the names of this run's secret files begin."""
+        return f"zerolaunch-{hashlib.sha256(str(self.plan).encode()).hexdigest()[:24]}."
+
+    def secrets(self, rank: int) -> Path:
+        """File in the memory of a rank's host through which it gets secrets; never in the run's folder."""
+        return Path("/dev/shm") / f"{self.secret_mark}{rank}"
 
     def failure(self, rank: int) -> Path:
         """Record that a failing rank writes before it dies."""
@@ -54,6 +77,10 @@ class RunDir:
     def done(self, rank: int) -> Path:
         """Mark of a rank that came to its end."""
         return self.control / f"done.rank{rank}"
+
+    def left(self, rank: int) -> Path:
+        """Mark of a rank that ended because it was told to."""
+        return self.control / f"left.rank{rank}"
 
     def done_ranks(self) -> list[Path]:
         """The marks of all ranks that came to their end."""
@@ -163,6 +190,13 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Writes a short `text` over the content of `path`, in place: cheap, and other hosts see it when they open it."""
+    with open(path, "r+" if path.exists() else "w", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()
 
 
 def read_json(path: Path) -> Any:

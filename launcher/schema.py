@@ -93,6 +93,42 @@ class ClusterSection:
     """SSH port of the hosts; null: ssh's own default."""
     env: dict[str, str]
     """Environment variables set on every worker."""
+    preflight: bool
+    """Look at every host before a launch on several (mode=check does it for any cluster)."""
+    restarts: int
+    """Times a run is started again from its newest good checkpoint after a rank or a host is lost."""
+
+
+@dataclass
+class LaunchSection:
+    submit: str
+    """none: start it from here; sbatch: write a batch script and hand it to Slurm (with cluster=slurm)."""
+    nodes: int | None
+    """Nodes of the batch job."""
+    slots: int | None
+    """Processes on each node of the batch job: its GPUs, on CUDA."""
+    sbatch: list[str]
+    """Further options of sbatch: ['--partition=gpu','--time=24:00:00']."""
+
+
+@dataclass
+class CheckSection:
+    format: str
+    """text or json: how `mode=check` prints."""
+    timeout_s: float
+    """Seconds a host may take to answer the preflight."""
+    collective: bool
+    """Let `mode=check` measure a short collective over all ranks once every host has passed."""
+
+
+@dataclass
+class WatchSection:
+    stall_s: float
+    """Seconds without progress after which all stacks are dumped and the run ends; thrice that before step 1."""
+    grace_s: float
+    """Seconds that a stop by signal may take to write its checkpoint before the run is killed."""
+    slow_factor: float
+    """Step time over that of the run's first steps from which every host is measured and the slow one named."""
 
 
 @dataclass
@@ -146,7 +182,7 @@ class RecipeSection:
 @dataclass
 class RunConfig:
     mode: str
-    """train (start it), plan (print it, start and write nothing) or explain (print what `key` means)."""
+    """train (start it), plan (print it, start and write nothing), check (look at every host) or explain (`key`)."""
     key: str | None
     """What mode=explain explains: an option, a group or a DeepSpeed key; null in the other modes."""
     recipe: RecipeSection
@@ -158,6 +194,9 @@ class RunConfig:
     data: dict[str, Any]
     """Corpus options; the group file of conf/data names those of its kind."""
     cluster: ClusterSection
+    launch: LaunchSection
+    check: CheckSection
+    watch: WatchSection
     checkpoint: CheckpointSection
     tracker: TrackerSection
     export: ExportSection

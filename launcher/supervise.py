@@ -18,24 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launcher.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, EXIT_TRAINING
+from launcher.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, EXIT_TRAINING, Failure
 from launcher.rundir import RunDir, read_json, write_text
+from launcher.schema import WatchSection
+from launcher.watchdog import Watchdog
 
 POLL_S = 0.1
 ABORT_GRACE_S = 3.0  # workers poll for the abort file once a second
 FRONT_END_GRACE_S = 0.2  # once every rank is done
-STOP_GRACE_S = 120.0  # a stop request ends at a step boundary, after a checkpoint
-
-
-@dataclass
-class Failure:
-    """The first failing rank as far as it can be told: its log holds the rest."""
-
-    rank: int | None
-    host: str | None
-    message: str
-    log: Path
-    kind: str = "error"
+FRONT_END_REMOTE_GRACE_S = 5.0  # the shells on the other hosts end by themselves
 
 
 @dataclass
@@ -66,36 +57,57 @@ class Tail:
         return [json.loads(line) for line in complete.splitlines()]
 
 
-def supervise(
-    argv: list[str],
-    environment: dict[str, str],
-    run: RunDir,
-    rank_hosts: list[str],
-    local: bool,
-    on_metrics: Callable[[dict[str, Any]], None],
-    on_status: Callable[[str], None],
-) -> Ending:
-    """Starts `argv` in its own session and returns when it has ended and its group is gone.
+@dataclass(frozen=True)
+class Job:
+    """What is started and how it is watched."""
 
-    `on_metrics` gets every object of metrics.jsonl, `on_status` every change of control/status.json's text.
+    argv: list[str]
+    environment: dict[str, str]
+    folder: str | None
+    """Working folder of the front-end; None: this process's."""
+    run: RunDir
+    rank_hosts: list[str]
+    local: bool
+    watch: WatchSection
+    end_on_hosts: Callable[[], dict[str, str]]
+    """Kills what is left of the job on other hosts; returns {host: what was seen instead} of those out of reach."""
+    limit_s: float | None = None
+    """Seconds after which the job is ended, whatever it does."""
+
+
+def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status: Callable[[str], None]) -> Ending:
+    """Starts the job in a session of its own and returns when it has ended and nothing of it is left on any host.
+
+    `on_metrics` gets every object of metrics.jsonl, `on_status` every change of what the workers do, and findings.
     Exit code: 0 when rank 0 wrote its result, 130/143 when it was stopped by a signal to us, else 5.
     """
-    tail, status, first, stopped, finished = Tail(run.metrics), "", None, None, False
+    run, tail, status = job.run, Tail(job.run.metrics), ""
+    first: Failure | None = None
+    out_of_reach: dict[str, str] = {}
+    stopped: int | None = None
+    finished = False
+    watchdog = Watchdog(run, job.rank_hosts, job.watch)
+    watchdog.beat()
     with run.launcher_log.open("ab") as log, _signals() as received:
         process = subprocess.Popen(
-            argv,
-            env=environment,
+            job.argv,
+            env=job.environment,
+            cwd=job.folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         deadline: float | None = None
+        latest = None if job.limit_s is None else time.monotonic() + job.limit_s
         try:
-            while process.poll() is None:
+            while process.poll() is None or (first is None and _ranks_live(run, job, watchdog)):
                 time.sleep(POLL_S)
+                watchdog.beat()
                 for record in tail.read():
                     on_metrics(record)
+                    _tell(watchdog.step(record), on_status)
+                _tell(watchdog.measured(), on_status)
                 text = (read_json(run.status) or {}).get("text", "")
                 if text != status:
                     status = text
@@ -104,23 +116,42 @@ def supervise(
                     stopped = received[0]
                     write_text(run.stop_request, signal.Signals(stopped).name)
                     on_status(f"{signal.Signals(stopped).name}: stopping after this step, with a checkpoint")
-                    deadline = time.monotonic() + STOP_GRACE_S
-                first = first or _first_failure(run, rank_hosts, local)
-                if first is not None and deadline is None:
+                    deadline = time.monotonic() + job.watch.grace_s
+                if process.poll() is not None and stopped is None and not run.stop_request.exists():
+                    write_text(run.stop_request, "the deepspeed launcher has ended")
+                    on_status("the deepspeed launcher has ended: stopping after this step, with a checkpoint")
+                    deadline = time.monotonic() + job.watch.grace_s
+                first = first or _first_failure(run, job.rank_hosts, job.local) or watchdog.stall()
+                if latest is not None and time.monotonic() > latest and first is None:
+                    first = Failure(None, None, f"no end after {job.limit_s:.0f} s", run.launcher_log, "limit")
+                if first is not None and not run.abort_request.exists():
                     deadline = time.monotonic() + ABORT_GRACE_S
                     write_text(run.abort_request, first.message)
-                finished = first is None and _finished(run, len(rank_hosts))
+                finished = first is None and _finished(run, len(job.rank_hosts))
                 if finished and deadline is None:
-                    deadline = time.monotonic() + (FRONT_END_GRACE_S if local else STOP_GRACE_S)
+                    deadline = time.monotonic() + (FRONT_END_GRACE_S if job.local else FRONT_END_REMOTE_GRACE_S)
                 if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
                     break
         finally:
-            _end_group(process, run, finished)
+            ended_well = _end_group(process, run, finished)
+            lost = None if ended_well else _lost_rank(run, job.rank_hosts)
+            out_of_reach = {} if ended_well else job.end_on_hosts()
         for record in tail.read():
             on_metrics(record)
     if first is None or first.kind == "peer":
         first = _recorded_failure(run) or first
+    if not run.result.exists() and (first is None or first.kind == "peer"):
+        first = lost or first
+    if first is not None and out_of_reach:
+        host, seen = next(iter(out_of_reach.items()))
+        first.message += f". {', '.join(out_of_reach)} cannot be reached: {seen}"
+        first.host = host if first.kind in ("stall", "peer", "launcher") else first.host
     return _ending(process.returncode, first, stopped, run)
+
+
+def _tell(text: str | None, on_status: Callable[[str], None]) -> None:
+    if text is not None:
+        on_status(text)
 
 
 def _ending(returncode: int | None, first: Failure | None, stopped: int | None, run: RunDir) -> Ending:
@@ -128,7 +159,10 @@ def _ending(returncode: int | None, first: Failure | None, stopped: int | None, 
     if stopped is not None and finished:
         return Ending(EXIT_SIGINT if stopped == signal.SIGINT else EXIT_SIGTERM, None)
     if finished and first is None:
-        return Ending(EXIT_OK, None)
+        if not (read_json(run.result) or {}).get("stopped"):
+            return Ending(EXIT_OK, None)
+        if not run.stop_request.exists() or returncode in (-signal.SIGTERM, -signal.SIGINT):
+            return Ending(EXIT_SIGTERM, None)  # a signal that the ranks got and we did not
     if first is None:
         what = "was stopped before it could write a checkpoint" if stopped else "ended without a result"
         first = Failure(
@@ -169,6 +203,31 @@ def _recorded_failure(run: RunDir) -> Failure | None:
     )
 
 
+def _ranks_live(run: RunDir, job: Job, watchdog: Watchdog) -> bool:
+    """Whether ranks go on although the front-end has ended: it was killed, and they were not."""
+    if _finished(run, len(job.rank_hosts)):
+        return False
+    if not job.local:
+        return watchdog.any_rank_beats()
+    pids = [read_json(run.pid(rank)) for rank in range(len(job.rank_hosts)) if not run.done(rank).exists()]
+    return any(entry and _alive(int(entry["pid"])) for entry in pids)
+
+
+def _lost_rank(run: RunDir, rank_hosts: list[str]) -> Failure | None:
+    """Of the ranks that started and left no word of their end, the one that was heard of least recently."""
+    silent = {}
+    for rank in range(len(rank_hosts)):
+        ended = run.failure(rank).exists() or run.done(rank).exists() or run.left(rank).exists()
+        if run.pid(rank).exists() and not ended:
+            silent[rank] = (read_json(run.heartbeat(rank)) or {}).get("time", 0.0)
+    if not silent:
+        return None
+    rank = min(silent, key=lambda candidate: silent[candidate])
+    host = rank_hosts[rank]
+    message = f"rank {rank} on {host} was killed, or its host was lost (no error of its own)"
+    return Failure(rank, host, message, run.rank_log(host, rank), "killed")
+
+
 def _alive(pid: int) -> bool:
     """Whether process `pid` of this machine exists and is not a zombie."""
     try:
@@ -183,10 +242,11 @@ def _finished(run: RunDir, world_size: int) -> bool:
     return run.result.exists() and len(run.done_ranks()) == world_size
 
 
-def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) -> None:
+def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) -> bool:
     """Ends what is left of the job: the abort file for workers anywhere, then SIGKILL to its own process group.
 
-    Where every rank is done only the front-end is left: it takes seconds to leave, and tells nobody anything.
+    Returns whether the job had ended in order. Where every rank is done only the front-end is left: it takes seconds
+    to leave, and tells nobody anything.
     """
     if process.poll() is None and not finished:
         if not run.abort_request.exists():
@@ -197,6 +257,7 @@ def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) ->
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
+    return finished
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -24,15 +23,21 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.errors import UserError, format_problems  # noqa: E402 - the checkout goes first on the path
 from launcher.plan import Plan, read_plan  # noqa: E402
-from launcher.rundir import RunDir, write_json  # noqa: E402
+from launcher.rundir import RunDir, read_json, write_json  # noqa: E402
+from recipes.shared import watch  # noqa: E402 - standard library only
 
-ABORT_POLL_S = 1.0
 JOBS = {
     "prepare": "recipes.shared.data.prepare",
     "profile": "recipes.shared.profile",
     "find_checkpoint": "recipes.shared.checkpoint.find",
     "export": "recipes.export",
 }
+# Global and local rank as Slurm, Open MPI and MPICH (Hydra) tell a process of them.
+RUNNERS = (
+    ("SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "MPI_LOCALRANKID"),
+)
 # What a rank sees when another one is gone: it is a consequence, not the cause.
 PEER_SIGNS = (
     "Connection closed by peer",
@@ -50,12 +55,12 @@ def main() -> int:
         return run_job(sys.argv[2])
     path = Path(sys.argv[1])
     plan, run = read_plan(path), RunDir(path.parent)
-    os.environ.update(plan.env)
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    rank = _take_rank(plan, run)
     host = plan.cluster.rank_hosts()[rank]
+    _take_environment(plan, run, rank)
     _redirect_output(run.rank_log(host, rank))
     write_json(run.pid(rank), {"pid": os.getpid(), "host": host})
-    _watch_for_abort(run)
+    watch.begin(run, rank, host, plan.cluster.local)
     _run_rank(plan, run, rank, host)
 
 
@@ -82,9 +87,11 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
         if isinstance(error, UserError):
             print(format_problems(error.problems, f"rank {rank}: {len(error.problems)} problem(s)"), file=sys.stderr)
         sys.stderr.flush()
+        watch.close()
         write_json(run.failure(rank), _failure(error, rank, host))
         _drop_shared_memory()
         os._exit(1)  # without waiting for collectives that will never complete
+    watch.close()
     run.done(rank).touch()
     _drop_shared_memory()
     sys.stdout.flush()
@@ -108,6 +115,34 @@ def _failure(error: BaseException, rank: int, host: str) -> dict[str, Any]:
     return {"rank": rank, "host": host, "kind": kind, "message": message, "time": time.time()}
 
 
+def _take_rank(plan: Plan, run: RunDir) -> int:
+    """This process's global rank; where the runner is not DeepSpeed's own, RANK and its like are set from the runner's.
+
+    srun and mpirun start a rank without them, and DeepSpeed would ask MPI, which need not be there.
+    """
+    names = next((names for names in RUNNERS if names[0] in os.environ), None)
+    if "RANK" not in os.environ and names is not None:
+        os.environ.update(RANK=os.environ[names[0]], LOCAL_RANK=os.environ[names[1]], WORLD_SIZE=str(plan.world_size))
+        meeting = read_json(run.rendezvous) or {}
+        os.environ.update({name: str(meeting[name]) for name in ("MASTER_ADDR", "MASTER_PORT") if name in meeting})
+    return int(os.environ.get("RANK", "0"))
+
+
+def _take_environment(plan: Plan, run: RunDir, rank: int) -> None:
+    """The plan's variables, folders of PYTHONPATH ahead of this host's own, and this rank's secrets."""
+    own = os.environ.get("PYTHONPATH")
+    os.environ.update(plan.env)
+    path = plan.env.get("PYTHONPATH")
+    if path is not None and not plan.cluster.local:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, own)))
+        sys.path[1:1] = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
+    file = run.secrets(rank)
+    with contextlib.suppress(FileNotFoundError):
+        if file.stat().st_uid == os.getuid():
+            os.environ.update(json.loads(file.read_text()))
+            file.unlink()
+
+
 def _redirect_output(path: Path) -> None:
     """stdout and stderr of this process, C code included, go to its own log, line by line."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -118,21 +153,6 @@ def _redirect_output(path: Path) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # both are text files here
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-
-
-def _watch_for_abort(run: RunDir) -> None:
-    """A thread that ends this process when the launcher asks for it: works on every host that sees the run folder."""
-    started = time.time()
-
-    def watch() -> None:
-        while True:
-            time.sleep(ABORT_POLL_S)
-            with contextlib.suppress(OSError):
-                if run.abort_request.stat().st_mtime >= started - 1:
-                    print("the launcher aborted the job", file=sys.stderr, flush=True)
-                    os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="abort").start()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from launcher import env
 from launcher.cluster.filters import apply_filters
 from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.slurm import slurm_hosts
-from launcher.errors import Problem, UserError
-from launcher.schema import ClusterSection
+from launcher.errors import Problem, UserError, raise_if
+from launcher.schema import ClusterSection, LaunchSection
 
 DEFAULT_CPU_PROCS = 2
 
@@ -53,8 +53,11 @@ class Cluster:
         return [host.name for host in self.hosts for _ in host.slots]
 
 
-def resolve(section: ClusterSection) -> Cluster:
-    """Cluster of the request; raises UserError for anything that does not name existing hosts and slots."""
+def resolve(section: ClusterSection, launch: LaunchSection | None = None) -> Cluster:
+    """Cluster of the request; raises UserError for anything that does not name existing hosts and slots.
+
+    A batch job that is still to be submitted (`launch`) has no hosts yet: placeholders stand for its nodes.
+    """
     if section.accelerator not in ("auto", "cpu", "cuda"):
         raise UserError(
             Problem("cluster.accelerator", section.accelerator, "not an accelerator", "use auto, cpu or cuda")
@@ -64,6 +67,9 @@ def resolve(section: ClusterSection) -> Cluster:
     if section.kind == "hostfile":
         hosts = parse_hostfile(Path(section.hostfile or ""))
         source = f"cluster.hostfile={section.hostfile}"
+    elif section.kind == "slurm" and launch is not None and launch.submit == "sbatch":
+        hosts = _nodes_to_be(section, launch)
+        source = "launch.nodes and launch.slots"
     elif section.kind == "slurm":
         hosts = slurm_hosts(env.slurm())
         source = "the Slurm allocation"
@@ -82,7 +88,28 @@ def resolve(section: ClusterSection) -> Cluster:
         )
     chosen = apply_filters(hosts, section.include, section.exclude)
     accelerator = section.accelerator if section.accelerator != "auto" else _detect_accelerator()
+    visible = env.visible_devices()
+    if section.kind == "hostfile" and accelerator == "cuda" and visible is not None:
+        why = "it is of this shell alone and says nothing about other hosts: DeepSpeed would apply it to some"
+        fix = "unset it, and choose GPUs with cluster.include=HOST:0,1@HOST:2,3"
+        raise UserError(Problem("CUDA_VISIBLE_DEVICES", visible, why, fix))
     return Cluster(tuple(Host(name, slots) for name, slots in chosen.items()), accelerator, local=False)
+
+
+def _nodes_to_be(section: ClusterSection, launch: LaunchSection) -> dict[str, tuple[int, ...]]:
+    problems = [
+        Problem(
+            f"launch.{name}", str(value), "a batch job asks Slurm for it", f"give launch.{name} a number, 1 or more"
+        )
+        for name, value in (("nodes", launch.nodes), ("slots", launch.slots))
+        if value is None or value < 1
+    ]
+    if section.accelerator == "auto":
+        why = "the nodes of a batch job are not known yet, so nobody can look"
+        problems.append(Problem("cluster.accelerator", "auto", why, "use cluster.accelerator=cuda or cpu"))
+    raise_if(problems)
+    assert launch.nodes is not None and launch.slots is not None
+    return {f"node{number}": tuple(range(launch.slots)) for number in range(launch.nodes)}
 
 
 def _local(section: ClusterSection) -> Cluster:

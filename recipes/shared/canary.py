@@ -11,6 +11,7 @@ import math
 from launcher.errors import Problem, UserError
 
 PATIENCE = 10  # steps in a row
+OVERFLOW_PATIENCE = 25  # fp16 halves its loss scale, 2 ** 16 at first, at each of them
 NOT_A_NUMBER_PATIENCE = 3  # fp16 skips a step or two while its loss scale settles
 
 
@@ -18,11 +19,20 @@ class Canary:
     """Counts how many steps in a row look dead. Every rank keeps one and all raise at the same step."""
 
     def __init__(self) -> None:
-        self.not_numbers = self.no_gradient = self.same_loss = 0
+        self.not_numbers = self.no_gradient = self.same_loss = self.overflows = self.skipped = 0
         self.last: float | None = None
 
-    def see(self, step: int, loss: float, grad_norm: float | None) -> None:
-        """Takes one step's mean loss and gradient norm; raises UserError with the diagnosis when enough look dead."""
+    def see(self, step: int, loss: float, grad_norm: float | None, skipped: int = 0) -> None:
+        """Takes one step's mean loss and gradient norm, and how many steps the engine has skipped so far.
+
+        Raises UserError with the diagnosis when enough in a row look dead.
+        """
+        self.overflows = self.overflows + 1 if skipped > self.skipped else 0
+        self.skipped = skipped
+        if self.overflows >= OVERFLOW_PATIENCE:
+            why = "fp16 gradients have overflowed for that long: DeepSpeed skips every step"
+            fix = "use precision=bf16, or a smaller learning rate"
+            raise UserError(_problem(step, "a skipped step", self.overflows, why, fix))
         self.not_numbers = 0 if math.isfinite(loss) else self.not_numbers + 1
         self.no_gradient = self.no_gradient + 1 if grad_norm == 0.0 else 0
         self.same_loss = self.same_loss + 1 if loss == self.last else 0

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes.shared import watch
 from recipes.shared.checkpoint.save import save
 from recipes.shared.data.order import sample_indices
 from recipes.shared.data.windows import TokenWindows
 from recipes.shared.distributed import say
 from recipes.shared.engine import plain_grad_norm
 from recipes.shared.evaluate import evaluate
-from recipes.shared.metrics import Metrics
+from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.state import TrainState
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -38,19 +39,26 @@ def train(state: TrainState, training: TokenWindows, validation: TokenWindows, l
         micro_batches = step_batches(state, training)
         lr = float(engine.optimizer.param_groups[0]["lr"])
         grad_norm = None
+        watch.arm(plan.config.watch.stall_s)
         for number, tokens in enumerate(micro_batches, 1):
+            watch.at("forward", state.step + 1)
             loss = loss_of(engine, tokens)
+            watch.at("backward")
             engine.backward(loss)
             losses += loss.detach()
             if number == len(micro_batches):
                 grad_norm = plain_grad_norm(engine)
+            watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
             engine.step()
         state.step += 1
 
-        mean_loss, stopping = stop.agree(losses / len(micro_batches))
+        watch.at("loss over all ranks")
+        mean_loss, stopping, measure = stop.agree(losses / len(micro_batches))
         last = stopping or state.step == plan.config.run.steps
         metrics.step(mean_loss, lr, grad_norm)
 
+        if measure:
+            record_compute_speed(state)
         if last or (evaluate_at and state.step % evaluate_at == 0):
             metrics.evaluation(evaluate(state, validation))
         if last or (checkpoint_at and state.step % checkpoint_at == 0):
@@ -91,10 +99,15 @@ class StopRequest:
     def _note(self, number: int, frame: Any) -> None:
         self.signalled = True
 
-    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """(mean loss over ranks, whether any rank was asked to stop) in one all-reduce."""
-        asked = self.signalled or (self.state.ranks.is_main and self.state.run.stop_request.exists())
-        both = torch.stack([loss.double(), torch.full_like(loss, float(asked), dtype=torch.float64)])
-        dist.all_reduce(both)
-        both = both.cpu()
-        return both[0] / self.state.ranks.world_size, bool(both[1] > 0)
+    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
+        """(mean loss over ranks, whether any rank was asked to stop, whether to measure speed) in one all-reduce."""
+        run, main = self.state.run, self.state.ranks.is_main
+        stop = self.signalled or (main and run.stop_request.exists())
+        measure = main and run.measure_request.exists()
+        all_three = torch.zeros(3, dtype=torch.float64, device=loss.device)
+        all_three[0] = loss
+        if stop or measure:
+            all_three[1:] = torch.tensor([float(stop), float(measure)])
+        dist.all_reduce(all_three)
+        mean, stops, measures = all_three.tolist()
+        return torch.tensor(mean / self.state.ranks.world_size), stops > 0, measures > 0

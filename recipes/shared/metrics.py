@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from launcher.rundir import write_json
 from recipes.shared.canary import Canary
@@ -59,7 +60,7 @@ class Metrics:
                 "peak_bytes": peak_bytes(self.state.ranks.device),
             }
         )
-        self.canary.see(self.state.step, float(loss), norm)
+        self.canary.see(self.state.step, float(loss), norm, int(self.state.engine.skipped_steps))
 
     def evaluation(self, loss: float | None) -> None:
         """Records an evaluation; its time does not count as a step's."""
@@ -89,6 +90,7 @@ class Metrics:
             state.run.result,
             {
                 "steps": state.step,
+                "stopped": state.step < state.plan.config.run.steps,
                 "final_train_loss": self.last.get("loss"),
                 "final_eval_loss": self.last.get("eval_loss"),
                 "unigram_entropy": unigram_entropy,
@@ -107,6 +109,30 @@ class Metrics:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
             self.tracker.log(record)
+
+
+def record_compute_speed(state: TrainState) -> None:
+    """Times the same piece of arithmetic on every rank, for the launcher to see which host is slow. All ranks.
+
+    Rank 0 answers the request with {"seconds": one a rank} in control/measured.json. The arithmetic takes about 50 ms.
+    """
+    device = state.ranks.device
+    size = 4096 if device.type == "cuda" else 512
+    matrix = torch.ones(size, size, device=device)
+    times = []
+    for _ in range(4):  # the first warms up
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(4):
+            matrix = matrix @ matrix / size
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    every: list[Any] = [None] * state.ranks.world_size
+    dist.all_gather_object(every, min(times[1:]))
+    if state.ranks.is_main:
+        state.run.measure_request.unlink(missing_ok=True)
+        write_json(state.run.measured, {"step": state.step, "seconds": every})
 
 
 def peak_bytes(device: torch.device) -> int:

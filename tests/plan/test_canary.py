@@ -7,7 +7,7 @@ import math
 import pytest
 
 from launcher.errors import UserError
-from recipes.shared.canary import NOT_A_NUMBER_PATIENCE, PATIENCE, Canary
+from recipes.shared.canary import NOT_A_NUMBER_PATIENCE, OVERFLOW_PATIENCE, PATIENCE, Canary
 
 
 def fed(losses: list[float], norms: list[float | None]) -> int:
@@ -50,3 +50,14 @@ def test_the_diagnosis_names_step_count_and_remedy() -> None:
     (problem,) = stopped.value.problems
     assert problem.where == "step 10" and "10 steps in a row" in problem.got
     assert "exactly 0" in problem.why and "zeropp=off" in problem.fix
+
+
+def test_an_fp16_run_that_only_skips_steps_is_stopped() -> None:
+    canary = Canary()
+    for step in range(1, 20):  # the scale settles
+        canary.see(step, 5.0 + step, 1.0, skipped=step)
+    canary.see(20, 1.0, 1.0, skipped=19)
+    with pytest.raises(UserError, match="overflowed"):
+        for step in range(21, 60):
+            canary.see(step, 5.0 + step, 1.0, skipped=step)
+    assert canary.overflows == OVERFLOW_PATIENCE

@@ -17,6 +17,7 @@ from launcher.cluster.hostfile import parse_lines
 from launcher.cluster.value import Cluster, Host
 from launcher.command import (
     WORKER,
+    batch_script,
     deepspeed_command,
     hostfile_text,
     local_worker_command,
@@ -26,7 +27,7 @@ from launcher.command import (
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 from tests.plan import goldens
-from tests.plan.asking import ROOT, planned
+from tests.plan.asking import ROOT, planned, refused
 
 RUN = RunDir("/shared/runs/a b")
 PORT = 29512
@@ -133,3 +134,21 @@ def test_only_operators_the_plan_loads_are_compiled(request_words: tuple[str, ..
 
 def test_on_gpus_the_cpus_collectives_are_not_compiled() -> None:
     assert needed_operators(on_local_gpus(0, 1)) == ["FusedAdam"]
+
+
+def test_the_batch_script_is_the_committed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("cluster=slurm", "cluster.accelerator=cuda", "launch.submit=sbatch", "launch.nodes=2", "launch.slots=8")
+    asked = (*options, "launch.sbatch=['--partition=gpu','--time=24:00:00']")
+    plan = planned(*asked, "zero=stage3")
+    assert plan.world_size == 16
+    script = batch_script(
+        plan, RunDir("/shared/runs/it's a b"), [*asked, "zero=stage3", "tracker.tags=[a b]"], "/home/me"
+    )
+    for path, place in {sys.executable: "{python}", str(ROOT): "{root}"}.items():
+        script = script.replace(path, place)
+    goldens.compare("batch.txt", script)
+
+
+def test_a_batch_job_says_what_it_needs() -> None:
+    problems = refused("cluster=slurm", "launch.submit=sbatch", "cluster.accelerator=auto")
+    assert [problem.where for problem in problems] == ["launch.nodes", "launch.slots"]

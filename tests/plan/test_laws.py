@@ -88,9 +88,11 @@ STARTERS = re.compile(r"os\.(system|popen|fork|forkpty|posix_spawnp?|spawn\w+|ex
 ENVIRONMENT = {f"os.{what}" for what in ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")}
 
 
-def test_only_run_and_supervise_start_processes() -> None:
+def test_only_run_supervise_and_remote_start_processes() -> None:
+    """And the probe, on the host that it looks at: nvidia-smi."""
     files = [*LAUNCHER, *RECIPES]
-    assert importers({"subprocess", "multiprocessing", "pty"}, files) == {"launcher/run.py", "launcher/supervise.py"}
+    starters = {f"launcher/{part}.py" for part in ("run", "supervise", "remote", "onhost/probe")}
+    assert importers({"subprocess", "multiprocessing", "pty"}, files) == starters
     assert {name(path) for path in files if any(map(STARTERS.match, attributes(path)))} == set()
 
 

@@ -30,6 +30,21 @@ def test_a_signal_to_the_launcher_ends_with_a_checkpoint(runs: Runs, number: int
     wait_until(lambda: not processes_of(run), 10)
 
 
+def test_sigterm_to_everything_but_the_launcher_is_a_preemption(runs: Runs) -> None:
+    """KempnerInstitute/KempnerForge#177: a signal to the whole group lost the emergency checkpoint."""
+    run = runs.new()
+    process = start(*LONG, f"run.dir={run}")
+    wait_until(lambda: last_step(run) >= 2 or process.poll() is not None)
+    for part in processes_of(run):
+        if part.pid != process.pid:
+            part.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, out + err
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "stopped" and summary["steps"] == last_step(run)
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{summary['steps']:08d}"
+
+
 def test_a_killed_rank_is_named_and_the_rest_ends(runs: Runs) -> None:
     run = runs.new()
     process = start(*LONG, f"run.dir={run}")

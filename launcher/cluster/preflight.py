@@ -1,0 +1,393 @@
+"""Preflight without the wires: what each host is asked, and what its answers mean. Pure.
+
+`launcher.check` sends the requests and shows the findings; `launcher.onhost.probe` answers on the host.
+Must never pass over a host that did not answer, and never fail one for a thing the plan does not need.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.value import Host
+from launcher.command import ROOT, needed_operators
+from launcher.plan import Plan
+from launcher.rundir import RunDir
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+GB = 1e9
+# Compared between the hosts and this machine; NCCL comes as a wheel whose name holds the CUDA version.
+NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "numpy", *NCCL)
+CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 60.0
+OPEN_FILES = 4096  # sockets of every peer, shards and data files of one rank
+SHM_PER_CPU_RANK = 70_000_000  # DeepSpeed's CPU collectives: 69 MB a rank, measured
+SHM_PER_GPU_RANK = 64_000_000  # NCCL's transport between processes of a host that have no peer access
+SLOW_PAIR = 0.5  # of the median bandwidth between two hosts
+LOCKED_BYTES = 64 * 2**20
+# What lies in the folder of a compiled operator, by DeepSpeed's name of its builder.
+OPERATOR_FILES = {
+    "ShareMemComm": "deepspeed_shm_comm",
+    "FusedAdam": "fused_adam",
+    "CPUAdam": "cpu_adam",
+    "CPULion": "cpu_lion",
+    "CPUAdagrad": "cpu_adagrad",
+    "AsyncIO": "async_io",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one host: what was found, and for anything but ok why it matters and what to do."""
+
+    host: str
+    check: str
+    status: str
+    got: str
+    why: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back from a host. `facts` is None when nothing did: then `error` says what was seen instead."""
+
+    host: str
+    facts: dict[str, Any] | None
+    error: str
+    skew_s: float
+    """Its clock minus ours; late by the time the answer travelled."""
+    seconds: float
+
+
+def request(plan: Plan, host: Host, run: RunDir, token_file: Path, address: str | None, port: int) -> dict[str, Any]:
+    """What `onhost.probe.main` is asked on `host`; plain JSON. `address`: of the rendezvous, None on one host."""
+    zero = plan.deepspeed.get("zero_optimization", {})
+    writes = {str(token_file.parent)}
+    for what in ("optimizer", "param"):
+        block = zero.get(f"offload_{what}") or {}
+        if block.get("device") == "nvme":
+            writes.add(str(block["nvme_path"]))
+    folders = {path: {"write": True} for path in sorted(writes)}
+    files = [plan.config.model.path] if plan.config.model.path else []
+    files += [plan.resume_from] if plan.resume_from else []
+    return {
+        "root": str(ROOT),
+        "distributions": list(DISTRIBUTIONS),
+        "folders": folders,
+        "files": files,
+        "token_file": str(token_file),
+        "accelerator": plan.cluster.accelerator,
+        "master_addr": address,
+        "master_port": port,
+        "is_master": host == plan.cluster.hosts[0],
+        "extensions": plan.env.get("TORCH_EXTENSIONS_DIR", ""),
+        "operators": {name: f"{OPERATOR_FILES[name]}/*.so" for name in needed_operators(plan)},
+    }
+
+
+def judge(plan: Plan, here: dict[str, Any], answers: list[Answer], token: str) -> list[Finding]:
+    """Every finding about every host, in the hosts' order. `here`: the facts of the machine that launches."""
+    findings = []
+    addresses = collections.Counter(
+        str(answer.facts["own_address"]) for answer in answers if answer.facts and len(answers) > 1
+    )
+    for host, answer in zip(plan.cluster.hosts, answers, strict=True):
+        if answer.facts is None:
+            why, fix = unreachable(answer.error, host.name, plan.config.cluster.ssh_port)
+            findings.append(Finding(host.name, "reachable", FAIL, answer.error or "no answer", why, fix))
+            continue
+        findings.append(Finding(host.name, "reachable", OK, f"{answer.seconds:.1f} s"))
+        for check in CHECKS:
+            for status, got, why, fix in check(plan, host, here, answer.facts):
+                findings.append(Finding(host.name, check.__name__, status, got, why, fix))
+        findings += _clock(host.name, answer)
+        findings += _shared(host.name, answer.facts, token)
+        findings += _name_is_known(plan, host.name, answer.facts, addresses)
+    return findings + _same_machine(answers)
+
+
+def _same_machine(answers: list[Answer]) -> list[Finding]:
+    """Two names of one machine: its accelerators would be given to two ranks each."""
+    names: dict[str, list[str]] = {}
+    for answer in answers:
+        if answer.facts and "machine" in answer.facts["identity"]:
+            names.setdefault(answer.facts["identity"]["machine"], []).append(answer.host)
+    why, fix = "its accelerators would be given to two ranks each", "keep one of the names, with all its slots"
+    return [
+        Finding(host, "own_machine", FAIL, f"the same machine as {hosts[0]}", why, fix)
+        for hosts in names.values()
+        for host in hosts[1:]
+    ]
+
+
+def collective_findings(plan: Plan, measured: dict[str, Any]) -> list[Finding]:
+    """What the measured collective says: its bandwidth, and every pair of hosts that is far below the median."""
+    reduce = measured["all_reduce"]
+    got = f"all-reduce of {reduce['bytes'] / 1e6:.0f} MB over {reduce['ranks']} ranks: {reduce['gb_per_s']:.2f} GB/s"
+    findings = [Finding("all hosts", "collective", OK, got)]
+    speeds = [pair["gb_per_s"] for pair in measured["pairs"]]
+    if len(speeds) > 2:
+        median = statistics.median(speeds)
+        for pair in measured["pairs"]:
+            if pair["gb_per_s"] < SLOW_PAIR * median:
+                got = f"{pair['gb_per_s']:.2f} GB/s between them, {median:.2f} between the others"
+                why = "every collective waits for the slowest link"
+                fix = "see cable, switch port and interface of the host that is in most slow pairs"
+                findings.append(Finding(" - ".join(pair["hosts"]), "collective", WARN, got, why, fix))
+    return findings
+
+
+def failed(findings: list[Finding]) -> bool:
+    """Whether any host may not take part."""
+    return any(finding.status == FAIL for finding in findings)
+
+
+def unreachable(error: str, host: str, port: int | None) -> tuple[str, str]:
+    """(why, fix) of what ssh, or the shell behind it, said."""
+    login = f"ssh {f'-p {port} ' if port else ''}{host} true"
+    known = (
+        ("Permission denied", "it wants a password or has no key of ours", f"copy your key: ssh-copy-id {host}"),
+        ("Host key verification", "its key is not known here", f"accept it once: {login}"),
+        ("REMOTE HOST IDENTIFICATION", "its key is another than the one known here", f"make sure, then: {login}"),
+        ("Could not resolve", "its name has no address here", "correct the hostfile, or /etc/hosts"),
+        ("Name or service not known", "its name has no address here", "correct the hostfile, or /etc/hosts"),
+        ("Connection refused", "nothing listens on its SSH port", "start sshd there, or set cluster.ssh_port"),
+        ("timed out", "it did not answer in time", f"see whether it is up: {login}"),
+        ("No route", "there is no way to it", "see its network"),
+        ("No such file or directory", "this interpreter is not there", "install the same environment at the same path"),
+        ("not found", "this interpreter is not there", "install the same environment at the same path"),
+    )
+    for sign, why, fix in known:
+        if sign.lower() in error.lower():
+            return why, fix
+    return "SSH must work without a prompt", f"make this work: {login}"
+
+
+Found = list[tuple[str, str, str, str]]
+
+
+def versions(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    mine, theirs = here["versions"], facts["versions"]
+    if "error" in theirs:
+        return [(FAIL, theirs["error"], "its packages cannot be read", "install the same environment there")]
+    different = {
+        name: (theirs.get(name), mine[name])
+        for name in mine
+        if theirs.get(name) != mine[name] and not (name in NCCL and plan.cluster.accelerator == "cpu")
+    }
+    if different:
+        got = ", ".join(
+            f"{name} {theirs or 'missing'} (here {mine or 'missing'})" for name, (theirs, mine) in different.items()
+        )
+        why = "ranks of different versions differ in what they compute, or wait for each other for ever"
+        return [(FAIL, got, why, "install constraints.txt of this checkout there, at the same path")]
+    return [(OK, f"python {mine['python']}, torch {mine['torch']}, deepspeed {mine['deepspeed']}", "", "")]
+
+
+def code(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    if facts["code"] == here["code"]:
+        return [(OK, str(here["code"]), "", "")]
+    got = f"{facts['code']}, here {here['code']}" if facts["code"] else f"no {ROOT}"
+    why = "workers run the checkout on their own host"
+    return [(FAIL, got, why, f"put this revision at {ROOT} there, or share the folder")]
+
+
+def folders(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    found: Found = []
+    needed = room_needed(plan)
+    for path, state in facts["folders"].items():
+        if not state["exists"]:
+            found.append((FAIL, f"{path}: missing", "the run writes there", "create it, or mount it there"))
+        elif state["writable"] is False:
+            found.append((FAIL, f"{path}: {state['error']}", "the run writes there", "make it writable, or make room"))
+        elif state["free_bytes"] < needed.get(path, needed[""]):
+            wants = needed.get(path, needed[""])
+            got = f"{path}: {state['free_bytes'] / GB:.1f} GB free of {wants / GB:.1f} GB that are needed"
+            found.append((FAIL, got, "the run would end at a full disk", "make room, or lower checkpoint.keep"))
+        else:
+            found.append((OK, f"{path}: {state['free_bytes'] / GB:.0f} GB free", "", ""))
+    return found
+
+
+def room_needed(plan: Plan) -> dict[str, int]:
+    """{folder: bytes}: checkpoints in the run's ("" stands for it), offloaded state of a host on NVMe."""
+    one = plan.estimate.checkpoint_bytes or 0
+    keep, every, steps = plan.config.checkpoint.keep, plan.config.checkpoint.every, plan.config.run.steps
+    written = 1 + (steps // every if every else 0)
+    needed = {"": one * (min(keep + 1, written) if keep else written)}  # the older one goes once the newer one stands
+    zero = plan.deepspeed.get("zero_optimization", {})
+    per_rank = {"optimizer": ("master", "moments", "gradients"), "param": ("weights",)}
+    slots = max(len(host.slots) for host in plan.cluster.hosts)
+    for what, terms in per_rank.items():
+        block = zero.get(f"offload_{what}") or {}
+        if block.get("device") == "nvme":
+            size = sum(plan.estimate.host_bytes.get(term, 0) for term in terms) * slots
+            needed[str(block["nvme_path"])] = needed.get(str(block["nvme_path"]), 0) + size
+    return needed
+
+
+def missing_files(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    return [
+        (FAIL, f"{path}: missing", "workers read it", "copy it there, or put it on a shared file system")
+        for path in facts["missing_files"]
+    ]
+
+
+def accelerators(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    if plan.cluster.accelerator != "cuda":
+        cores = facts["identity"].get("cores", 0)
+        got = f"{cores} cores for {len(host.slots)} ranks"
+        if cores < len(host.slots):
+            return [(WARN, got, "ranks take turns on a core", "use fewer slots")]
+        return [(OK, got, "", "")]
+    cards = facts["gpus"]
+    if not isinstance(cards, list):
+        got = (cards or {}).get("error", "no nvidia-smi")
+        return [(FAIL, got, "there is no working NVIDIA driver", "install it, or leave the host out")]
+    found: Found = []
+    by_index = {card["index"]: card for card in cards}
+    absent = [slot for slot in host.slots if slot not in by_index]
+    if absent:
+        got = f"{len(cards)} GPUs, slots {','.join(map(str, absent))} missing"
+        found.append((FAIL, got, "one rank needs one GPU", "correct slots in the hostfile, or use cluster.exclude"))
+    for slot in host.slots:
+        for user in by_index.get(slot, {}).get("users", []):
+            got = f"GPU {slot}: process {user['pid']} of {user['user'] or 'somebody'}, {user['used_mib']} MiB"
+            found.append((FAIL, got, "it is in use", "end that process, or leave the GPU out: cluster.exclude"))
+    drivers = {card["driver"] for card in cards}
+    mine = {card["driver"] for card in here["gpus"]} if isinstance(here["gpus"], list) else drivers
+    if drivers != mine:
+        found.append((WARN, f"driver {'/'.join(sorted(drivers))}, here {'/'.join(sorted(mine))}", "drivers differ", ""))
+    names = {card["name"] for card in cards}
+    return found or [(OK, f"{len(cards)} x {'/'.join(sorted(names))}, driver {'/'.join(sorted(drivers))}", "", "")]
+
+
+def rendezvous(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    if facts.get("listens") is not None:
+        if facts["listens"]["ok"]:
+            return [(OK, "its port is free", "", "")]
+        got = f"port {plan.config.cluster.master_port or 'chosen'}: {facts['listens']['error']}"
+        return [(FAIL, got, "the ranks meet there", "choose another cluster.master_port, or leave it out")]
+    state = facts["master"]
+    if state is None:
+        return []
+    if state.get("ok"):
+        return [(OK, f"reaches {state['address']}", "", "")]
+    got = f"{state.get('address', '')} {state['error']}".strip()
+    fix = "give cluster.master_addr an address that every host reaches; open cluster.master_port in its firewall"
+    return [(FAIL, got, "it does not reach the first host, where the ranks meet", fix)]
+
+
+def interface(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    found: Found = []
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = plan.env.get(name)
+        if wanted and not interface_matches(wanted, facts["interfaces"], exact=name.startswith("GLOO")):
+            got = f"{name}={wanted}; it has {', '.join(facts['interfaces'])}"
+            fix = f"give {name} a value that fits every host, in NCCL a prefix: cluster.env.{name}=eth,eno"
+            found.append((FAIL, got, "it has no such network interface", fix))
+    return found
+
+
+def interface_matches(wanted: str, interfaces: list[str], exact: bool = False) -> bool:
+    """NCCL's reading: comma-separated prefixes, `=` before them makes them exact, `^` excludes them."""
+    excluded, wanted = wanted.startswith("^"), wanted.lstrip("^")
+    exact, names = exact or wanted.startswith("="), [name for name in wanted.lstrip("=").split(",") if name]
+    hits = [i for i in interfaces if any(i == name if exact else i.startswith(name) for name in names)]
+    return any(i not in hits and i != "lo" for i in interfaces) if excluded else bool(hits)
+
+
+def limits(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    state, found = facts["limits"], []
+    if "error" in state:
+        return [(WARN, state["error"], "limits cannot be read", "")]
+    if 0 <= state["open_files"] < OPEN_FILES:
+        why = "each rank holds a socket for its peers and files of data and shards"
+        found.append((WARN, f"{state['open_files']} open files", why, "raise it: ulimit -n 65536, limits.conf"))
+    per_rank = SHM_PER_GPU_RANK if plan.cluster.accelerator == "cuda" else SHM_PER_CPU_RANK
+    free, wants = state["shm_free_bytes"] or 0, per_rank * len(host.slots)
+    if free < wants:
+        got = f"/dev/shm: {free / 1e6:.0f} MB free of {wants / 1e6:.0f} MB"
+        why = "ranks of a host talk through it and die of SIGBUS when it is full"
+        found.append((FAIL, got, why, "make room in it, or mount it larger (containers: --shm-size)"))
+    pinned = plan.offload_device("optimizer") or plan.offload_device("param")
+    if plan.cluster.accelerator == "cuda" and pinned and 0 <= state["locked_bytes"] < LOCKED_BYTES:
+        why = "offloaded state is kept in locked memory"
+        found.append((WARN, f"{state['locked_bytes']} bytes may be locked", why, "ulimit -l unlimited"))
+    return found or [(OK, f"{state['open_files']} open files, {free / 1e6:.0f} MB shared memory", "", "")]
+
+
+def memory(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    wants = sum(plan.estimate.host_bytes.values()) * len(host.slots)
+    nvme = [w for w in ("optimizer", "param") if plan.offload_device(w) == "nvme"]
+    free = facts["memory"]
+    if not isinstance(free, int) or not wants or nvme:
+        return []
+    if free < wants:
+        got = f"{free / GB:.1f} GB free of {wants / GB:.1f} GB for offloaded state"
+        return [(FAIL, got, "the kernel would kill a rank", "offload less, or use more hosts")]
+    return [(OK, f"{free / GB:.0f} GB free for {wants / GB:.1f} GB of offloaded state", "", "")]
+
+
+def operators(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    state = facts["operators"]
+    if "error" in state:
+        return [(WARN, state["error"], "compiled operators cannot be looked for", "")]
+    if not state["missing"]:
+        return [(OK, "compiled", "", "")]
+    got, folder = f"{', '.join(state['missing'])} not compiled", plan.env.get("TORCH_EXTENSIONS_DIR")
+    if state["tools_missing"]:
+        got += f", and no {', '.join(state['tools_missing'])}"
+        return [(FAIL, got, "it could not be compiled there", f"install the compiler, or share {folder}")]
+    why = "it is compiled when training starts: minutes in which the other hosts wait"
+    return [(WARN, got, why, f"share {folder}, or run scripts/build_ops.py there")]
+
+
+CHECKS = (
+    versions,
+    code,
+    folders,
+    missing_files,
+    accelerators,
+    rendezvous,
+    interface,
+    limits,
+    memory,
+    operators,
+)
+
+
+def _clock(host: str, answer: Answer) -> list[Finding]:
+    got = f"{answer.skew_s:+.1f} s"
+    if abs(answer.skew_s) < CLOCK_WARN_S:
+        return [Finding(host, "clock", OK, got)]
+    status = FAIL if abs(answer.skew_s) >= CLOCK_FAIL_S else WARN
+    why = "logs, trackers and credentials of different hosts will not fit together"
+    return [Finding(host, "clock", status, got, why, "start chrony or ntpd there")]
+
+
+def _shared(host: str, facts: dict[str, Any], token: str) -> list[Finding]:
+    if facts["token"] == token:
+        return [Finding(host, "shared_folder", OK, "sees what this machine writes")]
+    why = "the plan, the logs and the checkpoints lie in one folder that every host reads and writes"
+    got = "another file of that name" if facts["token"] else "does not see what this machine writes"
+    return [Finding(host, "shared_folder", FAIL, got, why, "put run.root on a file system that all hosts mount")]
+
+
+def _name_is_known(plan: Plan, host: str, facts: dict[str, Any], seen: collections.Counter[str]) -> list[Finding]:
+    """gloo listens on the address that a host's own name has: on loopback no other host finds it."""
+    address = facts["own_address"]
+    chosen = plan.env.get("GLOO_SOCKET_IFNAME")
+    if chosen or plan.cluster.accelerator == "cuda" or sum(seen.values()) < 2:
+        return []
+    got = address if isinstance(address, str) else address["error"]
+    if isinstance(address, str) and not re.match(r"127\.", address):
+        return [Finding(host, "own_name", OK, got)]
+    name = facts["identity"].get("hostname", host)
+    why = f"its own name {name} does not lead to an address that other hosts reach"
+    return [Finding(host, "own_name", FAIL, got, why, "correct /etc/hosts there, or cluster.env.GLOO_SOCKET_IFNAME=IF")]
