@@ -59,14 +59,18 @@ class Sides:
         self.skip, self.folder = skip, folder
         self.environment = base_environment()
         self.plan = self._ask_plan()
-        if not self.plan.cluster.local:
-            raise BenchError("the two sides are compared on one host: cluster=local")
+        self.check_cluster(self.plan)
         data = self.plan.config.data
         try:
             self.corpus = prepare(data, self.plan.config.train.sequence_length, Path(data["cache_dir"]))
         except UserError as error:
             raise BenchError(format_problems(error.problems, "the corpus cannot be used")) from None
         self.rank_environments: dict[str, dict[str, str] | None] = {}
+
+    def check_cluster(self, plan: Plan) -> None:
+        """Raises BenchError where these sides cannot be started on the plan's cluster."""
+        if not plan.cluster.local:
+            raise BenchError("the two sides are compared on one host: cluster=local")
 
     def ours(self) -> Trained:
         """Trains with launch.py."""
@@ -99,15 +103,19 @@ class Sides:
 
     def check_same(self, ours: list[Trained], bare: list[Trained]) -> None:
         """Raises BenchError unless all runs had the same losses, and ranks of both sides the same environment."""
-        for number, pair in enumerate(zip(ours, bare, strict=True), 1):
-            for step, (mine, theirs) in enumerate(zip(pair[0].losses, pair[1].losses, strict=True), 1):
-                if not math.isclose(mine, theirs, rel_tol=LOSS_RELATIVE):
-                    raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {theirs!r} in the bare loop")
+        self.check_losses(ours, bare)
         mine_env, bare_env = self.rank_environments["ours"], self.rank_environments["bare"]
         assert mine_env and bare_env, "a run that trained had a rank 0"
         differing = sorted(name for name in mine_env | bare_env if mine_env.get(name) != bare_env.get(name))
         if set(differing) - OWN_TO_A_RUN:
             raise BenchError(f"the ranks of the two sides run with different variables: {', '.join(differing)}")
+
+    def check_losses(self, ours: list[Trained], bare: list[Trained]) -> None:
+        """Raises BenchError unless all runs had the same losses."""
+        for number, pair in enumerate(zip(ours, bare, strict=True), 1):
+            for step, (mine, theirs) in enumerate(zip(pair[0].losses, pair[1].losses, strict=True), 1):
+                if not math.isclose(mine, theirs, rel_tol=LOSS_RELATIVE):
+                    raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {theirs!r} in the bare loop")
 
     def _run(self, side: str, argv: list[str]) -> Ran:
         """One run; at a side's first, rank 0's environment is noted."""

@@ -29,6 +29,10 @@ os.environ["PATH"] = (
     f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies beside the interpreter
 )
 
+from launcher.env import extensions_dir  # noqa: E402
+
+os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())  # where setup compiled them: torch's own folder has none
+
 import deepspeed  # noqa: E402 - DeepSpeed reads the environment when it is imported
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402 - every engine imports it, and the compiler: seconds
 import torch  # noqa: E402
@@ -63,8 +67,7 @@ def main() -> None:
 
 def load_operators() -> list[str]:
     """Loads every operator that is compiled, and compiles none; ranks inherit them. Returns their names."""
-    if "TORCH_EXTENSIONS_DIR" in os.environ:
-        remember_cpu(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    remember_cpu(extensions_dir())
     assert deepspeed.ops.__compatible_ops__  # asks the compiler now, where every rank would ask again
     script = Path(__file__).resolve().parents[2] / "scripts" / "build_ops.py"
     ready = subprocess.run([sys.executable, str(script), "--ready"], stdout=subprocess.PIPE, text=True, check=True)

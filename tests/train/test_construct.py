@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.env import extensions_dir
 from launcher.run import _free_port
 from tests.train.running import ROOT
 
@@ -34,6 +35,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
                 "DS_ACCELERATOR": "cpu",
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
+                "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
