@@ -21,13 +21,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher import compose, env, help, provenance, render, run
+from launcher.cluster.value import resolve
 from launcher.command import ROOT
 from launcher.describe import Known, describe
 from launcher.ds_file import Folded, contradictions, located
 from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
 from launcher.explain import explain
-from launcher.plan import Plan, build_plan
-from launcher.resume import changed_layout, changed_options
+from launcher.plan import Plan, build_plan, read_plan
+from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
 from launcher.schema import RunConfig
 
@@ -170,6 +171,10 @@ def _stored(cfg: DictConfig, overrides: list[str], old: RunDir, recipe: str) -> 
     config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
     if recipe != "export":
         raise_if(changed_options(stored, config))
+        before = read_plan(old.plan)
+        typed = {path for path, _ in compose.typed_paths(overrides)}
+        world_size = resolve(config.cluster, config.launch).world_size
+        config = rebatched(config, before.batch, world_size, before.world_size, typed)
     origin = provenance.given(choices, compose.typed_paths(request))
     return Request(config, request, provenance.continued(old.sources(), stored, config, origin))
 

@@ -44,6 +44,7 @@ from launcher.rundir import (
     check_writable,
     existing_parent,
     read_json,
+    try_write,
     write_json,
     write_text,
 )
@@ -493,5 +494,6 @@ def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dic
         },
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    write_json(run.summary, summary)
+    if not try_write(write_json, run.summary, summary):
+        render.note(f"{run.summary} could not be written")
     return summary

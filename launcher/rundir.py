@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,15 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def try_write(write: Callable[..., None], path: Path, content: Any) -> bool:
+    """Whether `write(path, content)` could be done: a disk that is full must not keep a run from being ended."""
+    try:
+        write(path, content)
+    except OSError:
+        return False
+    return True
 
 
 def overwrite(path: Path, text: str) -> None:

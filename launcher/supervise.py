@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -19,12 +20,13 @@ from types import FrameType
 from typing import Any
 
 from launcher.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, EXIT_TRAINING, Failure
-from launcher.rundir import RunDir, read_json, write_text
+from launcher.rundir import RunDir, read_json, try_write, write_text
 from launcher.schema import WatchSection
 from launcher.watchdog import Watchdog
 
 POLL_S = 0.1
 ABORT_GRACE_S = 3.0  # workers poll for the abort file once a second
+FULL_DISK_BYTES = 500_000  # no checkpoint of anything fits, and hardly the records of a failure
 FRONT_END_GRACE_S = 0.2  # once every rank is done
 FRONT_END_REMOTE_GRACE_S = 5.0  # the shells on the other hosts end by themselves
 
@@ -85,7 +87,7 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
     first: Failure | None = None
     out_of_reach: dict[str, str] = {}
     stopped: int | None = None
-    finished = False
+    finished = aborted = left_alone = False
     watchdog = Watchdog(run, job.rank_hosts, job.watch)
     watchdog.beat()
     with run.launcher_log.open("ab") as log, _signals() as received:
@@ -114,19 +116,21 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
                     on_status(text)
                 if received and stopped is None:
                     stopped = received[0]
-                    write_text(run.stop_request, signal.Signals(stopped).name)
+                    try_write(write_text, run.stop_request, signal.Signals(stopped).name)
                     on_status(f"{signal.Signals(stopped).name}: stopping after this step, with a checkpoint")
                     deadline = time.monotonic() + job.watch.grace_s
-                if process.poll() is not None and stopped is None and not run.stop_request.exists():
-                    write_text(run.stop_request, "the deepspeed launcher has ended")
+                if process.poll() is not None and stopped is None and not left_alone:
+                    left_alone = True
+                    try_write(write_text, run.stop_request, "the deepspeed launcher has ended")
                     on_status("the deepspeed launcher has ended: stopping after this step, with a checkpoint")
                     deadline = time.monotonic() + job.watch.grace_s
                 first = first or _first_failure(run, job.rank_hosts, job.local) or watchdog.stall()
                 if latest is not None and time.monotonic() > latest and first is None:
                     first = Failure(None, None, f"no end after {job.limit_s:.0f} s", run.launcher_log, "limit")
-                if first is not None and not run.abort_request.exists():
+                if first is not None and not aborted:
+                    aborted = True
                     deadline = time.monotonic() + ABORT_GRACE_S
-                    write_text(run.abort_request, first.message)
+                    try_write(write_text, run.abort_request, first.message)
                 finished = first is None and _finished(run, len(job.rank_hosts))
                 if finished and deadline is None:
                     deadline = time.monotonic() + (FRONT_END_GRACE_S if job.local else FRONT_END_REMOTE_GRACE_S)
@@ -142,6 +146,8 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
         first = _recorded_failure(run) or first
     if not run.result.exists() and (first is None or first.kind == "peer"):
         first = lost or first
+    if first is not None and shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
+        first.message += f". No space left on device: the disk of {run.path} is full"
     if first is not None and out_of_reach:
         host, seen = next(iter(out_of_reach.items()))
         first.message += f". {', '.join(out_of_reach)} cannot be reached: {seen}"
@@ -250,7 +256,7 @@ def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) ->
     """
     if process.poll() is None and not finished:
         if not run.abort_request.exists():
-            write_text(run.abort_request, "the launcher ended the job")
+            try_write(write_text, run.abort_request, "the launcher ended the job")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ABORT_GRACE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):

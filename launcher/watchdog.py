@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Failure
-from launcher.rundir import RunDir, overwrite, read_json, write_text
+from launcher.rundir import RunDir, overwrite, read_json, try_write, write_text
 from launcher.schema import WatchSection
 
 BEAT_S = 1.0
@@ -52,7 +52,7 @@ class Watchdog:
         self.beaten = time.monotonic()
         self.beats += 1
         sign = {"pid": os.getpid(), "started": _start_time(), "beat": self.beats}
-        overwrite(self.run.launcher_beat, json.dumps(sign))
+        try_write(overwrite, self.run.launcher_beat, json.dumps(sign))
 
     def stall(self) -> Failure | None:
         """The failure of a job that stands still, once every rank has had time to show its stacks."""
@@ -69,7 +69,7 @@ class Watchdog:
         if now - self.moved > self._limit():
             self.before = heartbeats(self.run, len(self.rank_hosts))
             self.asked = now + DUMP_WAIT_S
-            write_text(self.run.dump_request, "no progress")
+            try_write(write_text, self.run.dump_request, "no progress")
         return None
 
     def any_rank_beats(self) -> bool:
@@ -91,7 +91,7 @@ class Watchdog:
         usual, now = statistics.median(self.first_times[2:]), statistics.median(self.times)
         if now > self.section.slow_factor * usual and record["step"] - self.measured_at >= AGAIN:
             self.measured_at = record["step"]
-            write_text(self.run.measure_request, "steps have become slow")
+            try_write(write_text, self.run.measure_request, "steps have become slow")
             return f"step {record['step']}: a step takes {now:.2f} s, it was {usual:.2f} s; measuring every rank"
         return None
 

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.errors import UserError, format_problems  # noqa: E402 - the checkout goes first on the path
 from launcher.plan import Plan, read_plan  # noqa: E402
-from launcher.rundir import RunDir, read_json, write_json  # noqa: E402
+from launcher.rundir import RunDir, read_json, try_write, write_json  # noqa: E402
 from recipes.shared import watch  # noqa: E402 - standard library only
 
 JOBS = {
@@ -88,7 +88,7 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
             print(format_problems(error.problems, f"rank {rank}: {len(error.problems)} problem(s)"), file=sys.stderr)
         sys.stderr.flush()
         watch.close()
-        write_json(run.failure(rank), _failure(error, rank, host))
+        try_write(write_json, run.failure(rank), _failure(error, rank, host))
         _drop_shared_memory()
         os._exit(1)  # without waiting for collectives that will never complete
     watch.close()

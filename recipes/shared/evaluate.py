@@ -14,10 +14,15 @@ from recipes.shared.data.windows import TokenWindows
 from recipes.shared.losses import causal_lm_sample_losses
 from recipes.shared.state import TrainState
 
+FIXED_SAMPLES = 4  # of every checkpoint's own check
 
-def evaluate(state: TrainState, validation: TokenWindows) -> float | None:
-    """Mean loss in nats/token over the first `eval.samples` windows (all of a smaller split); None when 0 are asked."""
-    count = min(state.plan.config.eval.samples, len(validation))
+
+def evaluate(state: TrainState, validation: TokenWindows, at_most: int | None = None) -> float | None:
+    """Mean loss in nats/token over the first `eval.samples` windows (all of a smaller split); None when 0 are asked.
+
+    `at_most`: fewer than that. All ranks.
+    """
+    count = min(state.plan.config.eval.samples, len(validation), len(validation) if at_most is None else at_most)
     if count == 0:
         return None
     ranks, micro = state.ranks, state.plan.batch.micro_batch_size

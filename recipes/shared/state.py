@@ -6,6 +6,7 @@ Must never hold anything that could be derived from the plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ class TrainState:
     """Optimizer steps taken."""
     saved_step: int | None = None
     """Step of the newest committed checkpoint of this process, or the one it was restored from."""
+    base: tuple[int, int] = (0, 0)
+    """Step and samples seen when this process began: the global batch may have been another before."""
+    fixed_batch_loss: Callable[[], float | None] | None = None
+    """Loss on a few fixed validation samples, the same for every layout; set by the loop. All ranks."""
     tracker_run_id: str | None = None
     """Run at the experiment tracker; after a restore that of the checkpoint."""
     tracked_as: str | None = None
@@ -34,4 +39,5 @@ class TrainState:
     @property
     def samples_seen(self) -> int:
         """Samples of the global order consumed so far: the next one to read."""
-        return self.step * self.plan.batch.global_batch_size
+        step, samples = self.base
+        return samples + (self.step - step) * self.plan.batch.global_batch_size

@@ -111,13 +111,13 @@ def make_tracker(state: TrainState) -> Tracker:
 def tracked_as(plan: Plan) -> str:
     """SHA-256 of what one tracked run stands for: the experiment and its project.
 
-    How long it runs, where, what it evaluates and what it keeps may change within it.
+    How long it runs, where, on how many ranks and at which stage, what it evaluates and what it keeps may change.
     """
     config = dataclasses.asdict(plan.config)
-    content = {name: config[name] for name in ("recipe", "train", "model", "activation", "data", "deepspeed")}
-    content["recipe"] = {name: value for name, value in content["recipe"].items() if name != "name"}
-    content["data"] = {name: value for name, value in content["data"].items() if name != "cache_dir"}
-    content["train"]["global_batch_size"] = plan.batch.global_batch_size
+    content = {name: config[name] for name in ("model", "activation")}
+    content["data"] = {name: value for name, value in config["data"].items() if name != "cache_dir"}
+    content["deepspeed"] = {name: value for name, value in config["deepspeed"].items() if name != "zero_optimization"}
+    content["batch"] = [plan.batch.global_batch_size, plan.config.train.sequence_length]
     content["seed"] = plan.config.run.seed
     content["tracker"] = [config["tracker"][name] for name in ("project", "entity")]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -112,13 +112,14 @@ def test_no_process_and_no_shared_memory_is_left_behind(runs: Runs) -> None:
     assert not processes_of(run)
 
 
-def test_resume_refuses_another_layout_by_name(runs: Runs) -> None:
+def test_resume_refuses_a_layout_that_a_checkpoint_cannot_take_by_name(runs: Runs, tmp_path: Path) -> None:
     run = runs.get(*overrides("true", "stage2", "none"))
-    done = launch("recipe=resume", f"run.dir={run}", "run.steps=30", "zero=stage3", "cluster.num_procs=4")
+    nvme = f"deepspeed.zero_optimization.offload_optimizer.nvme_path={tmp_path}"
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=30", "zero=stage3", "offload=nvme", nvme)
     assert done.returncode == 2
-    assert "world size 4, the checkpoint has 2" in done.stderr
     assert "ZeRO stage 3, the checkpoint has 2" in done.stderr
-    assert "global batch 16, the checkpoint has 8" in done.stderr
+    assert "optimizer offload nvme, the checkpoint has None" in done.stderr
+    assert "state in swap files fits only the ranks that wrote them" in done.stderr
 
 
 def test_resume_of_a_finished_run_says_that_nothing_is_left(runs: Runs) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from launcher.plan import Plan
 from launcher.rundir import STEP_PREFIX, read_json
 
 NAME = "manifest.json"
@@ -35,6 +36,18 @@ def read(folder: Path) -> dict[str, Any] | None:
     """The manifest in a checkpoint folder, or None when there is none that can be read."""
     value = read_json(folder / NAME)
     return value if isinstance(value, dict) and value.get("format") == FORMAT else None
+
+
+def layout(manifest: dict[str, Any]) -> tuple[Any, ...]:
+    """What a checkpoint's shards fit: world size, stage, precision, accumulation, what is offloaded."""
+    keys = ("world_size", "zero_stage", "precision", "accumulation", "offload_optimizer", "offload_param")
+    return tuple(manifest.get(key) for key in keys)
+
+
+def layout_of(plan: Plan) -> tuple[Any, ...]:
+    """The same of what a plan will run."""
+    devices = (plan.offload_device("optimizer"), plan.offload_device("param"))
+    return (plan.world_size, plan.zero_stage, plan.precision, plan.accumulation, *devices)
 
 
 def problem_of(folder: Path) -> str | None:

@@ -1,6 +1,7 @@
 """A DeepSpeed checkpoint folder as named tensors: fp32 masters put together from the shards, one parameter at a time.
 
-Used by export. Reads stages 0 to 3 of any world size without an engine; shards stay mapped until they are read.
+Used by export and elastic resume. Reads stages 0 to 3 of any world size without an engine; shards stay mapped until
+they are read.
 Must never hold more than one whole parameter, and never return one with a piece missing.
 """
 
@@ -46,13 +47,24 @@ class Entry:
     def read(self) -> torch.Tensor:
         """The whole tensor, freshly allocated, in its stored element type."""
         whole = torch.empty(self.numel, dtype=self.dtype)
+        self.read_into(whole, 0)
+        return whole.view(self.shape)
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """Fills flat `target` with the elements from `start` on; what lies beyond the tensor's end is left alone.
+
+        Only the pages of the shards that hold those elements are read.
+        """
+        stop = min(start + target.numel(), self.numel)
         offset = 0
         for piece in self.pieces:
-            count = min(piece.stop - piece.start, self.numel - offset)
-            whole[offset : offset + count] = piece.flat[piece.start : piece.start + count]
-            offset += count
+            end = min(offset + piece.stop - piece.start, self.numel)
+            low, high = max(offset, start), min(end, stop)
+            if low < high:
+                source = piece.flat[piece.start + low - offset : piece.start + high - offset]
+                target[low - start : high - start].copy_(source)
+            offset = end
         assert offset == self.numel, f"{self.name}: {offset} of {self.numel} elements"
-        return whole.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,92 @@ class Checkpoint:
         return iter(self.entries)
 
 
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the shards hold besides masters: `moments` by name, the same entries as the masters' with other elements."""
+
+    moments: dict[str, tuple[Entry, ...]]
+    step: int
+    groups: list[dict[str, Any]]
+    """Hyper-parameters of each parameter group as they were at the last step, its lr among them."""
+    schedule: dict[str, Any] | None
+    skipped_steps: int
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads the headers of every shard in `folder`. Raises UserError when one is missing or cannot be read."""
+    model, states, shards = _open(folder)
+    if not shards:
+        return _stage0(model)
+    stage = _number(shards[0].get("zero_stage", 1))
+    if stage == 3:
+        models = [model] + [unpickle.load(path) for path in states[1:]]
+        trainable, frozen = _stage3(model, _flat3(shards)), _frozen_stage3(models)
+    else:
+        trainable, frozen = _stage12(model, _flat12(shards)), _frozen_whole(model)
+    buffers = _whole(model, set(model.get("buffer_names") or ()), trainable=False)
+    return Checkpoint((*trainable, *frozen, *buffers), dict(model.get("shared_params") or {}), stage)
+
+
+def open_optimizer(folder: Path) -> OptimizerState:
+    """The optimizer's state of every trainable parameter. Raises UserError where it is not element by element.
+
+    A moment is stored as the master is: flat, cut at the same places. Scalars other than the step are not kept.
+    """
+    model, _, shards = _open(folder)
+    if not shards:
+        optimizer = model["optimizer"]
+        names = [entry.name for entry in _stage0(model).entries if entry.trainable]
+        order = [number for group in optimizer["param_groups"] for number in group["params"]]
+        first = optimizer["state"].get(order[0], {}) if order else {}
+        moments = {}
+        for key in _elementwise(first, None):
+            flats = [optimizer["state"][number][key].reshape(-1) for number in order]
+            shapes = [tuple(optimizer["state"][number][key].shape) for number in order]
+            moments[key] = tuple(
+                Entry(name, shape, flat.dtype, (Piece(flat, 0, flat.numel()),), True)
+                for name, shape, flat in zip(names, shapes, flats, strict=True)
+            )
+        # FusedAdam counts in the state of one parameter of a group only
+        step = max((int(values.get("step", 0)) for values in optimizer["state"].values()), default=0)
+        return _state(model, optimizer, moments, {"step": step})
+    stage = _number(shards[0].get("zero_stage", 1))
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    optimizer = shards[0][key]
+    if not isinstance(optimizer, dict) or "state" not in optimizer:
+        raise UserError(
+            Problem(str(folder), "an optimizer state of another form", "it cannot be laid out anew", "resume as it was")
+        )
+    masters = _flat3(shards)[0] if stage == 3 else _flat12(shards)[0]
+    first = optimizer["state"].get(0, {})
+    moments = {}
+    for name in _elementwise(first, masters[0].numel()):
+        if stage == 3:
+            moments[name] = tuple(_stage3(model, _flat3(shards, name)))
+        else:
+            moments[name] = tuple(_stage12(model, _flat12(shards, name)))
+    return _state(model, optimizer, moments, first)
+
+
+def _state(
+    model: dict[str, Any], optimizer: dict[str, Any], moments: dict[str, tuple[Entry, ...]], first: dict[str, Any]
+) -> OptimizerState:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]]
+    step = int(first.get("step", groups[0].get("step", 0)) if groups else 0)
+    return OptimizerState(moments, step, groups, model.get("lr_scheduler"), int(model.get("skipped_steps") or 0))
+
+
+def _elementwise(state: dict[str, Any], numel: int | None) -> list[str]:
+    """Names of the tensors in one parameter's optimizer state that have an element for each of the parameter's.
+
+    A flat moment may be longer than its master: the master is saved without the padding at its end.
+    """
+    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    return [name for name, value in tensors.items() if value.numel() >= (numel or 2)]
+
+
+def _open(folder: Path) -> tuple[dict[str, Any], list[Path], list[dict[str, Any]]]:
+    """Rank 0's model states, the files of all ranks', and every optimizer shard."""
     states = _numbered(folder, r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
     optimizers = _numbered(folder, r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
     if not states:
@@ -81,16 +177,29 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if shards and len(shards) != world_size:
         missing = f"{len(shards)} of {world_size} optimizer shards"
         raise UserError(Problem(str(folder), missing, "shards are missing", "copy every rank's files into one folder"))
-    if not shards:
-        return _stage0(model)
-    stage = _number(shards[0].get("zero_stage", 1))
-    if stage == 3:
-        models = [model] + [unpickle.load(path) for path in states[1:]]
-        trainable, frozen = _stage3(model, shards), _frozen_stage3(models)
-    else:
-        trainable, frozen = _stage12(model, shards), _frozen_whole(model)
-    buffers = _whole(model, set(model.get("buffer_names") or ()), trainable=False)
-    return Checkpoint((*trainable, *frozen, *buffers), dict(model.get("shared_params") or {}), stage)
+    return model, states, shards
+
+
+def _flat12(shards: list[dict[str, Any]], moment: str | None = None) -> list[list[torch.Tensor]]:
+    """[rank][group]: flat masters, or the moment of that name up to the masters' length."""
+    masters: list[list[torch.Tensor]] = [shard["single_partition_of_fp32_groups"] for shard in shards]
+    if moment is None:
+        return masters
+    return [
+        [
+            shard["base_optimizer_state"]["state"][group][moment][: master.numel()]
+            for group, master in enumerate(of_rank)
+        ]
+        for shard, of_rank in zip(shards, masters, strict=True)
+    ]
+
+
+def _flat3(shards: list[dict[str, Any]], moment: str | None = None) -> list[list[torch.Tensor]]:
+    """[rank][sub-group]: flat masters, or the moment of that name."""
+    if moment is None:
+        return [shard["fp32_flat_groups"] for shard in shards]
+    states = [shard["optimizer_state_dict"]["state"] for shard in shards]
+    return [[state[number][moment] for number in sorted(state)] for state in states]
 
 
 def _number(value: Any) -> int:
@@ -119,11 +228,11 @@ def _stage0(model: dict[str, Any]) -> Checkpoint:
     return Checkpoint(tuple(entries), tied, 0)
 
 
-def _stage12(model: dict[str, Any], shards: list[dict[str, Any]]) -> list[Entry]:
+def _stage12(model: dict[str, Any], flat: list[list[torch.Tensor]]) -> list[Entry]:
     """Stages 1 and 2: each group is one flat vector cut into equal parts over the ranks; parameters lie end to end."""
     entries = []
     for group, shapes in enumerate(model["param_shapes"]):
-        parts = [shard["single_partition_of_fp32_groups"][group] for shard in shards]
+        parts = [of_rank[group] for of_rank in flat]
         starts = [0]
         for part in parts:
             starts.append(starts[-1] + part.numel())
@@ -140,10 +249,10 @@ def _stage12(model: dict[str, Any], shards: list[dict[str, Any]]) -> list[Entry]
     return entries
 
 
-def _stage3(model: dict[str, Any], shards: list[dict[str, Any]]) -> list[Entry]:
+def _stage3(model: dict[str, Any], flat: list[list[torch.Tensor]]) -> list[Entry]:
     """Stage 3: a parameter is cut into ceil(numel / ranks) elements a rank; the cuts lie end to end in sub-groups."""
-    world_size = len(shards)
-    walks = [_Walk(shard["fp32_flat_groups"]) for shard in shards]
+    world_size = len(flat)
+    walks = [_Walk(of_rank) for of_rank in flat]
     entries = []
     for shapes in model["param_shapes"]:
         for name, shape in shapes.items():

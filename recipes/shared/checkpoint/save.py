@@ -6,6 +6,7 @@ Must never leave a folder under its final name that is not whole, or delete anyt
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -17,12 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_json, write_text
 from recipes.shared.checkpoint import manifest
 from recipes.shared.distributed import barrier, say
 from recipes.shared.state import TrainState
 
+FULL_DISK_BYTES = 1_000_000
 TEMPORARY = ".saving-"
 
 
@@ -34,20 +37,36 @@ def save(state: TrainState, recorded: dict[str, Any]) -> Path:
     run, final = state.run, state.run.checkpoint(state.step)
     say(run, f"saving {final.name}")
     staging = _staging_folder(state)
+    try:
+        _write(state, staging, final, recorded)
+    except Exception as error:
+        free = shutil.disk_usage(run.path).free
+        shutil.rmtree(staging, ignore_errors=True)  # on a full disk this is the room in which the failure is recorded
+        full = free < FULL_DISK_BYTES or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+        if not full or isinstance(error, UserError):
+            raise
+        why = f"No space left on device ({free:,} bytes free): this save was undone, the checkpoint before it is whole"
+        fix = "make room or lower checkpoint.keep, then go on with recipe=resume"
+        raise UserError(Problem("checkpoint", str(final), why, fix)) from error
+    state.saved_step = state.step
+    return final
+
+
+def _write(state: TrainState, staging: Path, final: Path, recorded: dict[str, Any]) -> None:
+    """All ranks: shards and generators into `staging`; rank 0 commits."""
     state.engine.save_checkpoint(
         str(staging), tag=final.name, client_state={"zerolaunch": {"step": state.step}}, save_latest=False
     )
     folder = staging / final.name
     torch.save(rng_state(), folder / rng_name(state.ranks.rank))
+    fixed = state.fixed_batch_loss() if state.fixed_batch_loss is not None else None
     barrier()
     files = _digests(folder, state)
     if state.ranks.is_main:
-        write_json(folder / manifest.NAME, _manifest(state, recorded, files))
-        _commit(run, staging, final)
+        write_json(folder / manifest.NAME, _manifest(state, recorded, files) | {"fixed_batch_loss": fixed})
+        _commit(state.run, staging, final)
         _retain(state, final)
     barrier()
-    state.saved_step = state.step
-    return final
 
 
 def rng_name(rank: int) -> str:
@@ -107,6 +126,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any], files: dict[str, Any]
         "world_size": state.ranks.world_size,
         "zero_stage": plan.zero_stage,
         "precision": plan.precision,
+        "accumulation": plan.accumulation,
         "offload_optimizer": plan.offload_device("optimizer"),
         "offload_param": plan.offload_device("param"),
         "seed": plan.config.run.seed,
