@@ -116,9 +116,14 @@ def auto_name(config: RunConfig) -> str:
 
 
 def rewrite_overrides(arguments: list[str]) -> list[str]:
-    """Makes keys of free-form maps settable with or without a leading `+`: Hydra tells them apart, users need not."""
+    """Makes keys of free-form maps settable with or without a leading `+`: Hydra tells them apart, users need not.
+
+    And takes `checkpoint.async`, which no field of a Python class can be called, for `checkpoint.background`.
+    """
     rewritten = []
     for text in arguments:
+        if text.lstrip("+").startswith("checkpoint.async="):
+            text = text.replace("async", "background", 1)
         bare = text.lstrip("+")
         free = not text.startswith("-") and bare.startswith(tuple(f"{name}." for name in FREE_MAPS))
         rewritten.append(f"++{bare}" if free and "=" in bare else text)

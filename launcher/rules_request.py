@@ -153,6 +153,7 @@ def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "eval.samples": (config.eval.samples, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 0),
+        "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
         "export.max_shard_bytes": (config.export.max_shard_bytes, 1),
         "check.timeout_s": (config.check.timeout_s, 1),
         "watch.stall_s": (config.watch.stall_s, 1),

@@ -137,6 +137,10 @@ class CheckpointSection:
     """Optimizer steps between checkpoints; 0: only at the end."""
     keep: int
     """Newest checkpoints kept; 0: all."""
+    background: bool
+    """Copy a checkpoint to host memory and write it while training goes on (also spelled checkpoint.async)."""
+    keep_every: int
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
 
 
 @dataclass

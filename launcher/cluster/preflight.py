@@ -7,6 +7,7 @@ Must never pass over a host that did not answer, and never fail one for a thing 
 from __future__ import annotations
 
 import collections
+import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -219,7 +220,11 @@ def room_needed(plan: Plan) -> dict[str, int]:
     one = plan.estimate.checkpoint_bytes or 0
     keep, every, steps = plan.config.checkpoint.keep, plan.config.checkpoint.every, plan.config.run.steps
     written = 1 + (steps // every if every else 0)
-    needed = {"": one * (min(keep + 1, written) if keep else written)}  # the older one goes once the newer one stands
+    kept = min(keep + 1, written) if keep else written  # the older one goes once the newer one stands
+    for_good = plan.config.checkpoint.keep_every
+    if keep and every and for_good:
+        kept = min(written, kept + steps // math.lcm(every, for_good))
+    needed = {"": one * kept}
     zero = plan.deepspeed.get("zero_optimization", {})
     per_rank = {"optimizer": ("master", "moments", "gradients"), "param": ("weights",)}
     slots = max(len(host.slots) for host in plan.cluster.hosts)

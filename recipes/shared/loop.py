@@ -66,7 +66,7 @@ def train(state: TrainState, training: TokenWindows, validation: TokenWindows, l
             metrics.evaluation(evaluate(state, validation))
         if last or (checkpoint_at and state.step % checkpoint_at == 0):
             metrics.flush()
-            save(state, metrics.recorded())
+            save(state, metrics.recorded(), wait=last)
             metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
         metrics.evaluation(evaluate(state, validation))

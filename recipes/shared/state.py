@@ -7,11 +7,13 @@ Must never hold anything that could be derived from the plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from launcher.plan import Plan
 from launcher.rundir import RunDir
+from recipes.shared.checkpoint.background import Writer
 from recipes.shared.distributed import Ranks
 
 
@@ -31,6 +33,10 @@ class TrainState:
     """Step and samples seen when this process began: the global batch may have been another before."""
     fixed_batch_loss: Callable[[], float | None] | None = None
     """Loss on a few fixed validation samples, the same for every layout; set by the loop. All ranks."""
+    writer: Writer = field(default_factory=Writer)
+    """Writes checkpoints in the background."""
+    writing: tuple[int, Path] | None = None
+    """Step and temporary folder of the checkpoint that is being written."""
     tracker_run_id: str | None = None
     """Run at the experiment tracker; after a restore that of the checkpoint."""
     tracked_as: str | None = None

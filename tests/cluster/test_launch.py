@@ -101,6 +101,7 @@ def test_a_killed_rank_is_named_and_a_restart_goes_on(two_hosts: Hosts, hostfile
 
 
 def test_a_host_that_loses_all_its_processes_ends_the_run(two_hosts: Hosts, hostfile: Path, tmp_path: Path) -> None:
+    """deepspeedai/DeepSpeed#1995: the other host's processes survived."""
     run, second = tmp_path / "run", two_hosts.names[1]
     with started(two_hosts, hostfile, run, *LONG) as process:
         for pid in two_hosts.pids(second):

@@ -235,4 +235,5 @@ def test_a_checkpoint_holds_weights_masters_and_moments() -> None:
     ],
 )
 def test_reduction_buffers_count_whole_however_small_the_model(options: tuple[str, ...], size: int) -> None:
+    """deepspeedai/DeepSpeed#4875."""
     assert planned("precision=bf16", *options).estimate.reduce_bucket_bytes == size

@@ -126,6 +126,7 @@ CASES = [
 def test_one_thing_that_is_wrong_is_one_finding_that_names_the_host(
     gpus: Plan, check: str, status: str, change: Change, got: str
 ) -> None:
+    """deepspeedai/Megatron-DeepSpeed#126 among them: a folder that one host lacks."""
     [finding] = findings(gpus, change)
     assert (finding.host, finding.check, finding.status) == ("beta", check, status)
     assert got in finding.got and finding.why and finding.fix

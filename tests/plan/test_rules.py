@@ -89,6 +89,7 @@ CASES = [
     Case("counts_are_positive", ("eval.samples=-1",), ("eval.samples=0",)),
     Case("counts_are_positive", ("checkpoint.every=-1",), ("checkpoint.every=0",)),
     Case("counts_are_positive", ("checkpoint.keep=-1",), ("checkpoint.keep=0",)),
+    Case("counts_are_positive", ("checkpoint.keep_every=-1",), ("checkpoint.keep_every=0",)),
     Case("counts_are_positive", ("export.max_shard_bytes=0",), ("export.max_shard_bytes=1",)),
     Case("counts_are_positive", ("train.fallback_micro_batch_size=0",), ("train.fallback_micro_batch_size=1",)),
     Case("counts_are_positive", ("run.steps=0", "schedule=constant"), ("run.steps=1", "schedule=constant")),

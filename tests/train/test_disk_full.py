@@ -40,7 +40,7 @@ def resize(disk: Path, size: int) -> None:
 
 @pytest.mark.parametrize("saves", [2.3, 2.8])
 def test_a_full_disk_ends_the_run_and_the_checkpoint_before_loads(disk: Path, saves: float) -> None:
-    """Room for two saves and a part of the third: within a shard, or within the files behind it."""
+    """mlfoundations/open_lm#154. Room for two saves and a part of the third: within a shard, or behind it."""
     run, options = disk / "run", ("schedule=constant", "checkpoint.every=2", "checkpoint.keep=0", "run.steps=12")
     resize(disk, 64 * 2**20)
     done = launch(*SMALL, *options[:2], "run.steps=2", "zero=stage2", f"run.dir={disk / 'probe'}")

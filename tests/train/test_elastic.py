@@ -59,6 +59,7 @@ CHANGES = [
 def test_the_next_losses_are_those_of_the_uninterrupted_run(
     runs: Runs, tmp_path: Path, old: tuple[int, str, str], new: tuple[int, str, str]
 ) -> None:
+    """deepspeedai/DeepSpeed#6441, #7599, ymcui/Chinese-LLaMA-Alpaca#711: refused, or wrong in silence."""
     whole = source(runs, *old)
     run = copied(whole, tmp_path / "run")
     ranks, zero, offload = new

@@ -55,6 +55,7 @@ def reload(run: Path, folder: Path) -> dict[str, object]:
 def test_export_reproduces_the_logged_validation_loss(
     runs: Runs, tmp_path: Path, tied: str, zero: str, offload: str
 ) -> None:
+    """deepspeedai/DeepSpeed#8376: tied weights, stored once."""
     run, folder = runs.get(*overrides(tied, zero, offload)), tmp_path / "export"
     done = launch("recipe=export", f"run.dir={run}", f"export.dir={folder}")
     assert done.returncode == 0, done.stderr

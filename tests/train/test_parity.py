@@ -70,6 +70,7 @@ def test_initial_weights_equal_plain_construction_bit_for_bit(runs: Runs, model:
 
 
 def test_logged_learning_rate_is_the_one_used(runs: Runs) -> None:
+    """huggingface/accelerate#2124: the first step uses the start of the warm-up, and says so."""
     run = runs.get(*overrides("true", "stage2", "none"))
     plan = read_plan(run / "plan.json")
     assert [record["lr"] for record in steps(run)] == pytest.approx(

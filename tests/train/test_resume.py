@@ -38,6 +38,7 @@ def killed_after(runs: Runs, step: int, *options: str) -> Path:
 
 @pytest.mark.parametrize(("zero", "offload"), SETUPS)
 def test_killed_and_resumed_equals_uninterrupted(runs: Runs, zero: str, offload: str) -> None:
+    """huggingface/accelerate#1673, #4071: learning rates and data order. vllm-project/speculators#739: the kill."""
     whole = runs.get(*overrides("true", zero, offload))
     options = (*overrides("true", zero, offload), "checkpoint.every=5", "checkpoint.keep=2")
     run = killed_after(runs, 11, *options)
@@ -65,6 +66,19 @@ def test_resume_goes_on_after_the_end_with_more_steps(runs: Runs) -> None:
     assert (run / "checkpoints" / "latest").read_text() == "step_00000006"
 
 
+def test_retention_keeps_the_newest_and_every_tenth_and_leaves_junk_alone(runs: Runs) -> None:
+    """bghira/SimpleTuner#2989, huggingface/transformers#20988: by number, after the newer one stands, by one rank."""
+    run = runs.new()
+    options = ("run.steps=8", "schedule=constant", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3")
+    assert launch(*SMALL, *options, f"run.dir={run}").returncode == 0
+    (run / "checkpoints" / "step_mine").mkdir()
+    (run / "checkpoints" / "step_mine" / "notes.txt").write_text("keep me")
+    assert launch("recipe=resume", f"run.dir={run}", "run.steps=12").returncode == 0
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    # 8 is the one that was resumed from
+    assert kept == [f"step_{step:08d}" for step in (3, 6, 8, 9, 11, 12)] + ["step_mine"]
+
+
 def test_resume_refuses_another_experiment_by_name(runs: Runs) -> None:
     run = runs.get(*overrides("true", "stage2", "none"))
     before = (run / "plan.json").read_text()
@@ -78,6 +92,7 @@ def test_resume_refuses_another_experiment_by_name(runs: Runs) -> None:
 
 
 def test_resume_falls_back_past_a_broken_checkpoint_and_says_so(runs: Runs) -> None:
+    """tdrussell/diffusion-pipe#159: a newest checkpoint that is there and not whole."""
     run = runs.new()
     options = ("run.steps=4", "schedule=constant", "checkpoint.every=2", "checkpoint.keep=0")
     assert launch(*SMALL, *options, f"run.dir={run}").returncode == 0

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ def test_a_signal_to_the_launcher_ends_with_a_checkpoint(runs: Runs, number: int
     run = runs.new()
     process = start(*LONG, f"run.dir={run}")
     wait_until(lambda: last_step(run) >= 2 or process.poll() is not None)
+    request = run / "control" / "measure"  # as the launcher asks when steps become slow
+    request.write_text("")
+    wait_until(lambda: not request.exists())
+    time.sleep(1)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
+    assert "every rank computes as fast" in out or "slow to compute: " in out
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "stopped" and summary["exit_code"] == code
     assert summary["steps"] == last_step(run) == int((run / "checkpoints" / "latest").read_text().removeprefix("step_"))
@@ -46,6 +52,7 @@ def test_sigterm_to_everything_but_the_launcher_is_a_preemption(runs: Runs) -> N
 
 
 def test_a_killed_rank_is_named_and_the_rest_ends(runs: Runs) -> None:
+    """deepspeedai/DeepSpeed#618: the launcher left with 0, or with 247."""
     run = runs.new()
     process = start(*LONG, f"run.dir={run}")
     wait_until(lambda: last_step(run) >= 2 or process.poll() is not None)

@@ -67,6 +67,11 @@ def problem_of(folder: Path) -> str | None:
     return None
 
 
+def step_of(folder: Path) -> int:
+    """Optimizer step of a checkpoint folder, by its name."""
+    return int(folder.name.removeprefix(STEP_PREFIX))
+
+
 def steps(checkpoints: Path) -> list[Path]:
     """Checkpoint folders, newest step first; anything else in there is left alone."""
     found = [
@@ -74,4 +79,4 @@ def steps(checkpoints: Path) -> list[Path]:
         for path in checkpoints.glob(f"{STEP_PREFIX}*")
         if path.is_dir() and path.name.removeprefix(STEP_PREFIX).isdecimal()
     ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)), reverse=True)
+    return sorted(found, key=step_of, reverse=True)

@@ -6,11 +6,13 @@ Must never leave a folder under its final name that is not whole, or delete anyt
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_json, write_text
-from recipes.shared.checkpoint import manifest
+from recipes.shared.checkpoint import background, manifest
 from recipes.shared.distributed import barrier, say
 from recipes.shared.state import TrainState
 
@@ -29,18 +31,45 @@ FULL_DISK_BYTES = 1_000_000
 TEMPORARY = ".saving-"
 
 
-def save(state: TrainState, recorded: dict[str, Any]) -> Path:
+def save(state: TrainState, recorded: dict[str, Any], wait: bool = True) -> Path:
     """Commits a checkpoint of the current step and returns its folder. All ranks; the same call on each.
 
-    `recorded`: newest loss, eval_loss and lr, kept in the manifest.
+    `recorded`: newest loss, eval_loss and lr, kept in the manifest. `wait`: whether it must be committed on return, or
+    may be written in the background where the plan allows it; the one before always is committed.
     """
     run, final = state.run, state.run.checkpoint(state.step)
+    finish(state)
     say(run, f"saving {final.name}")
     staging = _staging_folder(state)
+    with _undone_on_failure(state, staging, final):
+        fixed = state.fixed_batch_loss() if state.fixed_batch_loss is not None else None
+        described = _manifest(state, recorded) | {"fixed_batch_loss": fixed}
+        if state.plan.config.checkpoint.background and not wait:
+            _write_in_background(state, staging, final, described)
+        else:
+            _write(state, staging, final, described)
+            state.saved_step = state.step
+    return final
+
+
+def finish(state: TrainState) -> None:
+    """Waits until a checkpoint that is written in the background is committed. All ranks."""
+    if state.writing is None:
+        return
+    step, staging = state.writing
+    with _undone_on_failure(state, staging, state.run.checkpoint(step)):
+        state.writer.finish()
+    state.writing = None
+    barrier()
+    state.saved_step = step
+
+
+@contextlib.contextmanager
+def _undone_on_failure(state: TrainState, staging: Path, final: Path) -> Iterator[None]:
     try:
-        _write(state, staging, final, recorded)
+        yield
     except Exception as error:
-        free = shutil.disk_usage(run.path).free
+        free = shutil.disk_usage(state.run.path).free
         shutil.rmtree(staging, ignore_errors=True)  # on a full disk this is the room in which the failure is recorded
         full = free < FULL_DISK_BYTES or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
         if not full or isinstance(error, UserError):
@@ -48,25 +77,48 @@ def save(state: TrainState, recorded: dict[str, Any]) -> Path:
         why = f"No space left on device ({free:,} bytes free): this save was undone, the checkpoint before it is whole"
         fix = "make room or lower checkpoint.keep, then go on with recipe=resume"
         raise UserError(Problem("checkpoint", str(final), why, fix)) from error
-    state.saved_step = state.step
-    return final
 
 
-def _write(state: TrainState, staging: Path, final: Path, recorded: dict[str, Any]) -> None:
-    """All ranks: shards and generators into `staging`; rank 0 commits."""
+def _shards(state: TrainState, staging: Path, final: Path) -> None:
+    """All ranks: DeepSpeed's files and this rank's generators."""
     state.engine.save_checkpoint(
         str(staging), tag=final.name, client_state={"zerolaunch": {"step": state.step}}, save_latest=False
     )
-    folder = staging / final.name
-    torch.save(rng_state(), folder / rng_name(state.ranks.rank))
-    fixed = state.fixed_batch_loss() if state.fixed_batch_loss is not None else None
+    torch.save(rng_state(), staging / final.name / rng_name(state.ranks.rank))
+
+
+def _write(state: TrainState, staging: Path, final: Path, described: dict[str, Any]) -> None:
+    """All ranks: shards and generators into `staging`; rank 0 commits."""
+    _shards(state, staging, final)
     barrier()
-    files = _digests(folder, state)
+    files = _digests(staging / final.name, state)
     if state.ranks.is_main:
-        write_json(folder / manifest.NAME, _manifest(state, recorded, files) | {"fixed_batch_loss": fixed})
+        write_json(staging / final.name / manifest.NAME, described | {"files": files})
         _commit(state.run, staging, final)
         _retain(state, final)
     barrier()
+
+
+def _write_in_background(state: TrainState, staging: Path, final: Path, described: dict[str, Any]) -> None:
+    """All ranks: a snapshot now; a thread of each writes its part, rank 0's commits when it has seen all parts."""
+    snapshots = background.Snapshots(state.engine)
+    state.engine.checkpoint_engine = snapshots
+    try:
+        _shards(state, staging, final)
+    finally:
+        state.engine.checkpoint_engine = snapshots.real
+    rank, world_size, main = state.ranks.rank, state.ranks.world_size, state.ranks.is_main
+
+    def work() -> None:
+        background.write_part(staging, final.name, rank, snapshots)
+        if main:
+            files = background.gather_parts(staging, world_size)
+            write_json(staging / final.name / manifest.NAME, described | {"files": files})
+            _commit(state.run, staging, final)
+            _retain(state, final)
+
+    state.writing = (state.step, staging)
+    state.writer.start(work)
 
 
 def rng_name(rank: int) -> str:
@@ -113,7 +165,8 @@ def _digests(folder: Path, state: TrainState) -> dict[str, Any]:
     return {name: entry for part in every for name, entry in sorted(part.items())}
 
 
-def _manifest(state: TrainState, recorded: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Everything but the files."""
     plan = state.plan
     shapes = {
         name: list(getattr(parameter, "ds_shape", parameter.shape))
@@ -138,7 +191,6 @@ def _manifest(state: TrainState, recorded: dict[str, Any], files: dict[str, Any]
         "tracked_as": state.tracked_as,
         "recorded": recorded,
         "parameters": shapes,
-        "files": files,
     }
 
 
@@ -162,7 +214,12 @@ def _retain(state: TrainState, newest: Path) -> None:
     if keep == 0:
         return
     kept = {newest.name, Path(state.plan.resume_from).name if state.plan.resume_from else newest.name}
-    older = [folder for folder in manifest.steps(state.run.checkpoints) if folder.name not in kept]
+    for_good = state.plan.config.checkpoint.keep_every
+    older = [
+        folder
+        for folder in manifest.steps(state.run.checkpoints)
+        if folder.name not in kept and not (for_good and manifest.step_of(folder) % for_good == 0)
+    ]
     for folder in older[max(keep - 1, 0) :]:
         shutil.rmtree(folder, ignore_errors=True)
 
