@@ -119,7 +119,8 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
                     try_write(write_text, run.stop_request, signal.Signals(stopped).name)
                     on_status(f"{signal.Signals(stopped).name}: stopping after this step, with a checkpoint")
                     deadline = time.monotonic() + job.watch.grace_s
-                if process.poll() is not None and stopped is None and not left_alone:
+                gone = process.poll() is not None and not _finished(run, len(job.rank_hosts))
+                if gone and stopped is None and not left_alone:
                     left_alone = True
                     try_write(write_text, run.stop_request, "the deepspeed launcher has ended")
                     on_status("the deepspeed launcher has ended: stopping after this step, with a checkpoint")
