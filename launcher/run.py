@@ -25,6 +25,7 @@ from typing import Any
 
 from launcher import compose, env, render
 from launcher.check import before_launch, preflight
+from launcher.cluster.filters import spec
 from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
 from launcher.command import (
     ROOT,
@@ -36,8 +37,9 @@ from launcher.command import (
 )
 from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, UserError, raise_if
 from launcher.onhost import end, secrets
-from launcher.plan import Plan, installed_versions
+from launcher.plan import Plan, build_plan, installed_versions
 from launcher.remote import Reach, run_script
+from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
     STEP_PREFIX,
     RunDir,
@@ -315,13 +317,29 @@ def _restarted(run: RunDir, plan: Plan, ending: Ending, left: int) -> Plan | Non
         return None
     render.note(f"{failure.message}; starting again ({left} of cluster.restarts left)")
     try:
-        checkpoint = newest_checkpoint(run)["checkpoint"]
+        newest = newest_checkpoint(run)
         if not plan.cluster.local and plan.config.cluster.preflight:
+            findings = preflight(plan, run, *_rendezvous(plan))
+            lost = {found.host for found in findings if found.status == FAIL and found.check == "reachable"}
+            if lost and len(lost) < len(plan.cluster.hosts):
+                render.note(f"going on without {', '.join(sorted(lost))}")
+                plan = _without(plan, lost, newest["manifest"])
             before_launch(plan, run, *_rendezvous(plan))
     except UserError as error:
         render.problems(error.problems)
         return None
-    return dataclasses.replace(plan, resume_from=checkpoint)
+    return dataclasses.replace(plan, resume_from=newest["checkpoint"])
+
+
+def _without(plan: Plan, lost: set[str], manifest: dict[str, Any]) -> Plan:
+    """The same run on the hosts that are left, with the same global batch; raises UserError when it cannot go on so."""
+    left = {host.name: host.slots for host in plan.cluster.hosts if host.name not in lost}
+    cluster = dataclasses.replace(plan.config.cluster, include=spec(left), exclude=None)
+    config = dataclasses.replace(plan.config, cluster=cluster)
+    config = rebatched(config, plan.batch, sum(map(len, left.values())), plan.world_size, set())
+    smaller = build_plan(config, worker_environment(config), plan.estimate.parameters)
+    raise_if(changed_layout(smaller, manifest))
+    return smaller
 
 
 def _execute(

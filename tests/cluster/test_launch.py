@@ -111,6 +111,29 @@ def test_a_host_that_loses_all_its_processes_ends_the_run(two_hosts: Hosts, host
     assert failure_of(run)["host"] == second and failure_of(run)["kind"] == "killed"
 
 
+def test_a_lost_host_is_left_out_and_the_run_goes_on_without_it(
+    two_hosts: Hosts, hostfile: Path, tmp_path: Path
+) -> None:
+    """On half the ranks, with the same global batch: the losses stay those of the steps taken before."""
+    run, (first, second) = tmp_path / "run", two_hosts.names
+    options = (*LONG[1:], "run.steps=30", "cluster.restarts=1", "checkpoint.keep=0", "watch.stall_s=6")
+    with started(two_hosts, hostfile, run, *options) as process:
+        wait_until(lambda: last_step(run) >= 8 or process.poll() is not None)
+        before = losses(run)[:8]
+        two_hosts.link_down(second)
+        try:
+            code, err = ended(process, run, 150)
+        finally:
+            two_hosts.link_up(second)
+    assert code == 0, err
+    assert f"going on without {second}" in err
+    plan = json.loads((run / "plan.json").read_text())
+    assert [host["name"] for host in plan["cluster"]["hosts"]] == [first]
+    assert plan["world_size"] == 1 and plan["batch"]["global_batch_size"] == 8
+    assert [record["step"] for record in steps(run)] == list(range(1, 31))
+    assert losses(run)[:8] == pytest.approx(before, rel=1e-5)
+
+
 def test_without_the_launcher_the_ranks_end(two_hosts: Hosts, hostfile: Path, tmp_path: Path) -> None:
     """And a resume goes on from the newest checkpoint, with the losses of the steps that had been taken already."""
     run = tmp_path / "run"

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def test_a_batch_job_goes_on_after_it_was_requeued(environment: dict[str, str], 
 
     def started_again() -> bool:
         subprocess.run(now, env=environment, capture_output=True, check=False)
+        time.sleep(0.5)
         return (run / "history" / "0001").exists()
 
-    wait_until(started_again, 60)
+    wait_until(started_again, 300)  # its scheduler looks once a minute
     wait_until(lambda: last_step(run) == 60 and (run / "summary.json").exists(), 120)
     assert [record["step"] for record in steps(run)] == list(range(1, 61)), output.read_text()
     first = json.loads((run / "history" / "0001" / "summary.json").read_text())
