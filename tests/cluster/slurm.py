@@ -6,6 +6,7 @@ Must never touch a Slurm that is already configured here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -89,6 +90,9 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
         _wait_for_node(env, folder)
         yield env
     finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a job would outlive the daemons
+            subprocess.run(["scancel", "--me", "--signal=KILL", "--full"], env=env, timeout=10, check=False)
+            time.sleep(1)
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:
