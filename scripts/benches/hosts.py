@@ -7,8 +7,6 @@ Must never leave the hosts behind, nor take those of a test session.
 from __future__ import annotations
 
 import json
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +16,8 @@ from pathlib import Path
 
 from benches.report import Row, ratios
 from benches.request import BenchError, Request
-from benches.sides import BARE, Sides, Trained
-from benches.timing import in_turn, run_to_end
+from benches.sides import Sides, free_port
+from benches.timing import Ran, in_turn, run_to_end
 from launcher.command import ROOT, deepspeed_command, hostfile_text
 from launcher.plan import Plan
 from launcher.rundir import RunDir
@@ -67,41 +65,23 @@ class HostSides(Sides):
         if len(plan.cluster.hosts) != 2:
             raise BenchError("this bench makes its two hosts itself")
 
-    def ours(self) -> Trained:
-        run = RunDir(self.folder / "ours")
-        argv = [sys.executable, str(ROOT / "launch.py"), *self.overrides, f"run.dir={run.path}"]
-        ran = run_to_end(self._there(argv), self.folder / "ours.log", self.environment)
-        lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-        records = [line for line in lines if "loss" in line]
-        first = json.loads(run.result.read_text(encoding="utf-8"))["first_step_time"]
-        seconds = sum(record["step_s"] for record in records[self.skip :])
-        shutil.rmtree(run.path)
-        return self._trained(ran, first, seconds, [record["loss"] for record in records])
-
-    def bare(self) -> Trained:
+    def bare_command(self, place: RunDir) -> list[str]:
         """DeepSpeed's own way to hand variables to other hosts is a file in the working folder."""
-        place = RunDir(self.folder / "bare")
-        place.control.mkdir(parents=True)
+        place.control.mkdir()
         place.hostfile.write_text(hostfile_text(self.plan))
         variables = self.plan.env | {"PATH": self.environment["PATH"]}
         (place.path / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
-        result, request = place.path / "result.json", place.path / "request.json"
-        place.plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
-        content = {"plan": str(place.plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
-        request.write_text(json.dumps(content), encoding="utf-8")
-        command = deepspeed_command(self.plan, place, _free_port(), self.address)
-        argv = ["env", "--chdir", str(place.path), *command[:-2], str(BARE), str(request)]
-        ran = run_to_end(self._there(argv), self.folder / "bare.log", self.environment)
-        found = json.loads(result.read_text(encoding="utf-8"))
-        seconds = found["step_ends"][-1] - found["step_ends"][self.skip - 1]
-        shutil.rmtree(place.path)
-        return self._trained(ran, found["first_step_time"], seconds, found["losses"])
+        command = deepspeed_command(self.plan, place, free_port(), self.address)
+        return ["env", "--chdir", str(place.path), *command]
 
     def preflight(self) -> float:
         """Seconds of `mode=check` without the collective, its own start included."""
         argv = [sys.executable, str(ROOT / "launch.py"), "mode=check", "check.collective=false", *self.overrides]
         argv += [f"run.root={self.folder}"]
         return run_to_end(self._there(argv), self.folder / "check.log", self.environment).seconds
+
+    def _run(self, side: str, argv: list[str]) -> Ran:
+        return run_to_end(self._there(argv), self.folder / f"{side}.log", self.environment)
 
     def _there(self, argv: list[str]) -> list[str]:
         return [*TESTCLUSTER, "exec", self.first, "--", *argv]
@@ -119,9 +99,3 @@ def two_hosts() -> Iterator[tuple[list[str], str]]:
         yield [row["name"] for row in rows], str(rows[0]["address"])
     finally:
         subprocess.run([*TESTCLUSTER, "down"], capture_output=True, check=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

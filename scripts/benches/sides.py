@@ -72,6 +72,10 @@ class Sides:
         if not plan.cluster.local:
             raise BenchError("the two sides are compared on one host: cluster=local")
 
+    def bare_command(self, place: RunDir) -> list[str]:
+        """What launch.py would start for the plan in `place`."""
+        return deepspeed_command(self.plan, place, free_port(), None)
+
     def ours(self) -> Trained:
         """Trains with launch.py."""
         run = RunDir(self.folder / "ours")
@@ -93,7 +97,7 @@ class Sides:
         plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
         content = {"plan": str(plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
         request.write_text(json.dumps(content), encoding="utf-8")
-        command = deepspeed_command(self.plan, RunDir(place), _free_port(), None)
+        command = self.bare_command(RunDir(place))
         assert command[-2] == str(WORKER), command
         ran = self._run("bare", [*command[:-2], str(BARE), str(request)])
         found = json.loads(result.read_text(encoding="utf-8"))
@@ -162,7 +166,8 @@ def _subject(plan: Plan) -> list[Any]:
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
