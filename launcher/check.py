@@ -35,9 +35,13 @@ def preflight(plan: Plan, run: RunDir, address: str | None, port: int) -> list[F
 
 
 def before_launch(plan: Plan, run: RunDir, address: str | None, port: int) -> None:
-    """Raises UserError (exit code 4) with every failed check; notes the warnings."""
+    """Preflight, and `refuse_failed` of what it found."""
     render.note(f"preflight of {len(plan.cluster.hosts)} hosts")
-    findings = preflight(plan, run, address, port)
+    refuse_failed(preflight(plan, run, address, port))
+
+
+def refuse_failed(findings: list[Finding]) -> None:
+    """Notes the warnings; raises UserError (exit code 4) with every failed check."""
     render.notes([f"{f.host}: {f.check}: {f.got}: {f.why}" for f in findings if f.status == WARN])
     problems = [
         Problem(f"{f.host}: {f.check.replace('_', ' ')}", f.got, f.why, f.fix) for f in findings if f.status == FAIL

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import compose, env, render
-from launcher.check import before_launch, preflight
+from launcher.check import before_launch, preflight, refuse_failed
 from launcher.cluster.filters import spec
 from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
 from launcher.command import (
@@ -44,8 +44,10 @@ from launcher.rundir import (
     STEP_PREFIX,
     RunDir,
     check_writable,
+    drop_shared_memory,
     existing_parent,
     read_json,
+    shared_memory_of,
     try_write,
     write_json,
     write_text,
@@ -324,7 +326,9 @@ def _restarted(run: RunDir, plan: Plan, ending: Ending, left: int) -> Plan | Non
             if lost and len(lost) < len(plan.cluster.hosts):
                 render.note(f"going on without {', '.join(sorted(lost))}")
                 plan = _without(plan, lost, newest["manifest"])
-            before_launch(plan, run, *_rendezvous(plan))
+                before_launch(plan, run, *_rendezvous(plan))
+            else:
+                refuse_failed(findings)
     except UserError as error:
         render.problems(error.problems)
         return None
@@ -364,8 +368,11 @@ def _execute(
         lambda: _end_on_hosts(run, plan, port),
         limit_s,
     )
-    with _shared_memory_of(port), _secrets_on_hosts(run, plan):
-        return supervise(job, on_metrics, on_status)
+    try:
+        with _secrets_on_hosts(run, plan):
+            return supervise(job, on_metrics, on_status)
+    finally:
+        drop_shared_memory(port)
 
 
 def _rendezvous(plan: Plan) -> tuple[str | None, int]:
@@ -407,7 +414,7 @@ def _end_on_hosts(run: RunDir, plan: Plan, port: int) -> dict[str, str]:
         return {}
     request = {
         "plan": str(run.plan),
-        "leftovers": [f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*", f"{run.secrets(0).parent}/{run.secret_mark}*"],
+        "leftovers": [shared_memory_of(port), f"{run.secrets(0).parent}/{run.secret_mark}*"],
     }
     names = [host.name for host in plan.cluster.hosts]
     reach = Reach(plan.config.cluster, False)
@@ -438,20 +445,6 @@ def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None,
         return None, [Finding(host, "collective", FAIL, got, why, fix)]
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _shared_memory_of(port: int) -> Iterator[None]:
-    """Removes, when the job is gone, the 69 MB a rank that DeepSpeed's CPU operator leaves in this host's memory.
-
-    csrc/cpu/comm/shm.cpp names them by user, address, port and rank, and nothing there ever unlinks them.
-    """
-    try:
-        yield
-    finally:
-        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def _master_address(plan: Plan) -> str:

@@ -6,6 +6,8 @@ Must never overwrite a run: `create` refuses a folder that holds one.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -155,6 +157,21 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
         Problem("run.dir", str(path), f"it cannot be created: {error.strerror}", "choose a folder you may write to")
     )
+
+
+def shared_memory_of(port: int | str | None) -> str:
+    """Glob of the 69 MB a rank that DeepSpeed's CPU operator leaves in a host's memory for the job on this port.
+
+    csrc/cpu/comm/shm.cpp names them by user, address, port and rank, and nothing there ever unlinks them.
+    """
+    return f"/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"
+
+
+def drop_shared_memory(port: int | str | None) -> None:
+    """Removes them from this host."""
+    for path in glob.glob(shared_memory_of(port)):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def existing_parent(path: Path) -> Path:

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.errors import UserError, format_problems  # noqa: E402 - the checkout goes first on the path
 from launcher.plan import Plan, read_plan  # noqa: E402
-from launcher.rundir import RunDir, read_json, try_write, write_json  # noqa: E402
+from launcher.rundir import RunDir, drop_shared_memory, read_json, try_write, write_json  # noqa: E402
 from recipes.shared import watch  # noqa: E402 - standard library only
 
 JOBS = {
@@ -89,21 +89,14 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
         sys.stderr.flush()
         watch.close()
         try_write(write_json, run.failure(rank), _failure(error, rank, host))
-        _drop_shared_memory()
+        drop_shared_memory(os.environ.get("MASTER_PORT"))
         os._exit(1)  # without waiting for collectives that will never complete
     watch.close()
     run.done(rank).touch()
-    _drop_shared_memory()
+    drop_shared_memory(os.environ.get("MASTER_PORT"))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking the interpreter with torch in it down in order takes seconds and tells nobody anything
-
-
-def _drop_shared_memory() -> None:
-    """Unlinks the buffers that DeepSpeed's CPU communication left in this host's memory for this job's port."""
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ.get('MASTER_PORT')}_*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _failure(error: BaseException, rank: int, host: str) -> dict[str, Any]:
