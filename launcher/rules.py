@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from launcher import rules_model, rules_optimizer, rules_precision, rules_request, rules_zero, rules_zeropp
+from launcher import (
+    rules_model,
+    rules_optimizer,
+    rules_parameters,
+    rules_precision,
+    rules_request,
+    rules_zero,
+    rules_zeropp,
+)
 from launcher.cluster.value import Cluster
 from launcher.errors import Problem
 from launcher.schema import RunConfig
@@ -46,6 +54,8 @@ RULES: tuple[Rule, ...] = (
     rules_model.model_shape_is_sound,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
+    rules_parameters.parameter_groups_are_sound,
+    rules_parameters.group_rates_need_a_relative_schedule,
     rules_zero.stage_is_known,
     rules_zero.offload_optimizer_needs_a_stage,
     rules_zero.offload_param_needs_stage3,

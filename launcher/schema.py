@@ -62,6 +62,14 @@ class ModelSection:
 
 
 @dataclass
+class ParametersSection:
+    groups: list[dict[str, Any]]
+    """Groups, the first that fits takes a parameter: [{match: [NAME*], max_dim: 1, weight_decay: 0, lr_scale: 0.1}]."""
+    frozen: list[str]
+    """Patterns of the names of parameters that are not trained."""
+
+
+@dataclass
 class ActivationSection:
     checkpointing: bool
     """Recompute activations of each layer in backward instead of keeping them."""
@@ -194,6 +202,7 @@ class RunConfig:
     train: TrainSection
     eval: EvalSection
     model: ModelSection
+    parameters: ParametersSection
     activation: ActivationSection
     data: dict[str, Any]
     """Corpus options; the group file of conf/data names those of its kind."""

@@ -15,12 +15,13 @@ from torch import nn
 
 from launcher.plan import Plan
 from recipes.shared import startup
+from recipes.shared.groups import parameter_groups
 
 
 def build_engine(plan: Plan, model: nn.Module) -> Any:
     """The engine over `model` with the optimizer and schedule of the plan's DeepSpeed dict. All ranks."""
     startup.prepare(plan)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = parameter_groups(plan, model)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
     )

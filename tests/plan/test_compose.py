@@ -30,6 +30,7 @@ FILES = {
     "model": 7,
     "offload": 4,
     "optim": 6,
+    "parameters": 2,
     "precision": 3,
     "recipe": 3,
     "schedule": 3,

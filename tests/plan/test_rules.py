@@ -31,6 +31,8 @@ ADAFACTOR = (
     "~deepspeed.optimizer.params.eps",
 )
 LAMB = ("zero=stage0", "deepspeed.optimizer.type=Lamb")
+DECAYED = "parameters.groups=[{max_dim: 1, weight_decay: 0.0}]"
+SLOWER = 'parameters.groups=[{match: ["*embed*"], lr_scale: 0.1}]'
 NVME_PATH = "deepspeed.zero_optimization.offload_optimizer.nvme_path"
 
 
@@ -307,6 +309,14 @@ CASES = [
         ("schedule=warmup_decay", "deepspeed.scheduler.params.warmup_max_lr=0.1"),
         ("schedule=warmup_decay", "deepspeed.optimizer.params.lr=0.1"),
     ),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{weight_decay: 0.0}]",), (DECAYED,)),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{max_dim: 1}]",), (DECAYED,)),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{max_dim: 1, weight_decy: 0.0}]",), (DECAYED,)),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{max_dim: one, weight_decay: 0.0}]",), (DECAYED,)),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{max_dim: 1, weight_decay: -0.1}]",), (DECAYED,)),
+    Case("parameter_groups_are_sound", ("parameters.groups=[{match: '*embed*', lr_scale: 0.1}]",), (SLOWER,)),
+    Case("parameter_groups_are_sound", (SLOWER, "~deepspeed.optimizer.params.lr", "schedule=constant"), (SLOWER,)),
+    Case("group_rates_need_a_relative_schedule", (SLOWER, "schedule=warmup_decay"), (SLOWER, "schedule=warmup_cosine")),
     Case(
         "muon_rates_need_a_relative_schedule",
         ("optim=muon", "schedule=warmup_decay", "deepspeed.optimizer.params.adam_lr=0.001"),

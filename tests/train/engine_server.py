@@ -7,6 +7,7 @@ Must never build an engine, or start a thread, in the process that forks.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import operator
@@ -42,7 +43,10 @@ import transformers.models.llama.modeling_llama  # noqa: E402, F401 - transforme
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 
 from launcher.plan import Plan  # noqa: E402
+from launcher.rundir import RunDir  # noqa: E402
+from recipes import pretrain  # noqa: E402
 from recipes.shared import distributed  # noqa: E402
+from recipes.shared.checkpoint import load, save  # noqa: E402
 from recipes.shared.effective import differences, read_back  # noqa: E402
 from recipes.shared.engine import build_engine  # noqa: E402
 from recipes.shared.model import build_model  # noqa: E402
@@ -137,7 +141,8 @@ def _be_rank(case: dict[str, Any], folder: Path, rank: int, write: int) -> NoRet
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        answer = _train(case, folder, rank)
+        _join(case, folder, rank)
+        answer = _run_recipe(case) if "run_dir" in case else _train(case, rank)
     except BaseException as error:
         traceback.print_exc()
         answer = _failure(rank, f"{type(error).__name__}: {str(error).strip()[:2000]}")
@@ -147,17 +152,30 @@ def _be_rank(case: dict[str, Any], folder: Path, rank: int, write: int) -> NoRet
     os._exit(0)
 
 
-def _train(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
+def _join(case: dict[str, Any], folder: Path, rank: int) -> None:
+    """What DeepSpeed's launcher would have told this rank, and its process group."""
+    world_size, slots = case["plan"]["world_size"], case["slots"]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % slots), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(slots))
+    dist.init_process_group("gloo", f"file://{folder}/store", world_size=world_size, rank=rank)
+
+
+def _run_recipe(case: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of a plan as a worker runs it; what it restores it also saves, unchanged, to `resaved`."""
+
+    def restore(state: Any) -> None:
+        load.restore(state)
+        if case["resaved"]:
+            save.save(dataclasses.replace(state, run=RunDir(case["resaved"])), {})
+
+    pretrain.restore = restore
+    pretrain.run(Plan.from_json(case["plan"]), RunDir(case["run_dir"]))
+    return {}
+
+
+def _train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """Builds model and engine as a recipe does and takes `steps` steps on one batch, which it learns by heart."""
     plan = Plan.from_json(case["plan"])
     world_size = plan.world_size
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank % case["slots"]),
-        WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(case["slots"]),
-    )
-    dist.init_process_group("gloo", f"file://{folder}/store", world_size=world_size, rank=rank)
     ranks = distributed.initialise(plan)
     engine = build_engine(plan, build_model(plan, ranks))
     effective = read_back(engine)

@@ -17,6 +17,7 @@ from launcher import ds_config
 from launcher.batch import solve
 from launcher.cluster.value import resolve
 from launcher.plan import VERSION, Estimate, Plan
+from launcher.rundir import RunDir
 from tests.plan.asking import composed
 
 SERVER = Path(__file__).with_name("engine_server.py")
@@ -89,25 +90,37 @@ class Engines:
 
         `slots`: ranks of each pretended host. `ask`: attributes of the engine to read afterwards.
         """
-        case = {
-            "plan": plan.to_json(),
-            "steps": steps,
-            "ask": list(ask),
-            "save": str(save or ""),
-            "load": str(load or ""),
-            "slots": slots or plan.world_size,
-            "timeout_s": TIMEOUT_S,
-        }
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        return self._ask(
+            {
+                "plan": plan.to_json(),
+                "steps": steps,
+                "ask": list(ask),
+                "save": str(save or ""),
+                "load": str(load or ""),
+                "slots": slots or plan.world_size,
+                "timeout_s": TIMEOUT_S,
+            }
+        )
+
+    def run_recipe(self, plan: Plan, run: Path, resaved: Path | None = None) -> None:
+        """Runs the plan's recipe in `run` as workers do; what it restores it also saves in the run folder `resaved`."""
+        for folder in filter(None, (run, resaved)):
+            RunDir(folder).create()
+        case = {"plan": plan.to_json(), "run_dir": str(run), "resaved": str(resaved or "")}
+        answer = self._ask(case | {"slots": plan.world_size, "timeout_s": TIMEOUT_S})
+        assert "error" not in answer, answer["error"] + answer["log"]
 
     def close(self) -> None:
         """Ends the server."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
+
+    def _ask(self, case: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None

@@ -40,8 +40,12 @@ NOT_PROVEN = {
     "counts_are_positive": NOT_ABOUT_THE_ENGINE,
     "numbers_are_finite": NOT_ABOUT_THE_ENGINE,
     "export_dtype_is_known": NOT_ABOUT_THE_ENGINE,
+    "parameter_groups_are_sound": NOT_ABOUT_THE_ENGINE,
     "hpz_groups_lie_within_a_host": "which links a gather uses shows on several hosts only",
 }
+
+
+SLOWER = 'parameters.groups=[{match: ["*embed*"], lr_scale: 0.1}]'
 
 
 # --- what shows that a request was rightly refused -------------------------------------------------------------------
@@ -465,6 +469,13 @@ PROOFS = [
         ("schedule=warmup_decay", "run.steps=20", "deepspeed.scheduler.params.warmup_max_lr=0.1"),
         ("schedule=warmup_decay", "run.steps=20", "deepspeed.optimizer.params.lr=0.1"),
         forgotten_rate,
+    ),
+    Proof(
+        "group_rates_need_a_relative_schedule",
+        ("schedule=warmup_decay", "run.steps=20", SLOWER),
+        ("schedule=warmup_cosine", "run.steps=20", SLOWER),
+        one_rate_for_all,
+        ask=("get_lr",),
     ),
     Proof(
         "muon_rates_need_a_relative_schedule",

@@ -19,6 +19,7 @@ from recipes.shared.checkpoint import elastic, manifest
 from recipes.shared.checkpoint.adam import replay_bias_correction
 from recipes.shared.checkpoint.save import rng_name
 from recipes.shared.distributed import say
+from recipes.shared.groups import hyper_parameters
 from recipes.shared.model import seed_everything
 from recipes.shared.state import TrainState
 
@@ -100,11 +101,13 @@ def _apply_hyper_parameters(state: TrainState) -> None:
     wanted = dict(deepspeed.get("optimizer", {}).get("params", {}))
     names = ["betas", "eps", "weight_decay", "momentum"] + ([] if engine.lr_scheduler is not None else ["lr"])
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    if len(inner.param_groups) == 1:  # several groups have values of their own, made with the groups
-        for name in names:
-            if name in wanted and name in inner.param_groups[0]:
-                value = wanted[name]
-                inner.param_groups[0][name] = tuple(value) if isinstance(value, list) else value
+    if "use_muon" not in inner.param_groups[0]:  # it halves every group, and has rates of its own
+        own = hyper_parameters(state.plan, len(inner.param_groups))
+        for group, different in zip(inner.param_groups, own, strict=True):
+            for name in names:
+                if name in wanted and name in group:
+                    value = different.get(name, wanted[name])
+                    group[name] = tuple(value) if isinstance(value, list) else value
     if "gradient_clipping" in deepspeed and hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = deepspeed["gradient_clipping"]
 

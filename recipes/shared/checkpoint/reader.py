@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from launcher.errors import Problem, UserError
-from recipes.shared.checkpoint import unpickle
+from recipes.shared.checkpoint import manifest, unpickle
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads the headers of every shard in `folder`. Raises UserError when one is missing or cannot be read."""
     model, states, shards = _open(folder)
     if not shards:
-        return _stage0(model)
+        return _stage0(model, _trained(folder))
     stage = _number(shards[0].get("zero_stage", 1))
     if stage == 3:
         models = [model] + [unpickle.load(path) for path in states[1:]]
@@ -114,7 +114,7 @@ def open_optimizer(folder: Path) -> OptimizerState:
     model, _, shards = _open(folder)
     if not shards:
         optimizer = model["optimizer"]
-        names = [entry.name for entry in _stage0(model).entries if entry.trainable]
+        names = _trained(folder) or [entry.name for entry in _stage0(model, []).entries if entry.trainable]
         order = [number for group in optimizer["param_groups"] for number in group["params"]]
         first = optimizer["state"].get(order[0], {}) if order else {}
         moments = {}
@@ -214,8 +214,16 @@ def _numbered(folder: Path, pattern: str) -> list[Path]:
     return [path for _, path in sorted(matches)]
 
 
-def _stage0(model: dict[str, Any]) -> Checkpoint:
-    """Stage 0 keeps the module whole and lists no ties: names that share their elements are tied to the first."""
+def _trained(folder: Path) -> list[str]:
+    """Names of the trained parameters in the optimizer's order, where we saved it: stage 0's files lack them."""
+    return [name for group in (manifest.read(folder) or {}).get("trained", []) for name in group]
+
+
+def _stage0(model: dict[str, Any], trained: list[str]) -> Checkpoint:
+    """Stage 0 keeps the module whole and lists no ties: names that share their elements are tied to the first.
+
+    `trained`: names of the parameters that are not frozen; empty where nobody knows.
+    """
     buffers = set(model.get("buffer_names") or ())
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
@@ -224,7 +232,8 @@ def _stage0(model: dict[str, Any]) -> Checkpoint:
         if tensor.numel() and first.setdefault(place, name) != name:
             tied[name] = first[place]
     own = set(model["module"]) - tied.keys()
-    entries = _whole(model, own - buffers, trainable=True) + _whole(model, own & buffers, trainable=False)
+    masters = set(trained) or own - buffers
+    entries = _whole(model, masters, trainable=True) + _whole(model, own - masters, trainable=False)
     return Checkpoint(tuple(entries), tied, 0)
 
 

@@ -25,6 +25,7 @@ from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_json, write_text
 from recipes.shared.checkpoint import background, manifest
 from recipes.shared.distributed import barrier, say
+from recipes.shared.groups import group_names
 from recipes.shared.state import TrainState
 
 FULL_DISK_BYTES = 1_000_000
@@ -191,6 +192,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
         "tracked_as": state.tracked_as,
         "recorded": recorded,
         "parameters": shapes,
+        "trained": [group for group in group_names(plan, state.engine.module) if group],
     }
 
 
