@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher import compose, env, help, provenance, render, run
+from launcher import compose, env, export, help, provenance, render, run
 from launcher.cluster.value import resolve
 from launcher.command import ROOT
 from launcher.describe import Known, describe
@@ -106,11 +106,16 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
         fix = "add mode=explain, or leave key out"
         raise UserError(Problem("key", str(cfg.key), f"mode={cfg.mode} does not read it", fix))
     recipe = str(cfg.recipe.name)
+    if recipe == "export" and cfg.export.get("source") is not None:
+        if cfg.run.dir is not None:
+            fix = "leave one of the two out"
+            raise UserError(Problem("export.source", str(cfg.export.source), "run.dir names a checkpoint too", fix))
+        return export.export(compose.to_run_config(cfg), None)
     if recipe in ("resume", "export"):
         old = load_run(compose.to_run_config(cfg).run.dir)
         request = _stored(cfg, overrides, old, recipe)
         if recipe == "export":
-            return run.export(request.config, old, dry=request.config.mode == "plan")
+            return export.export(request.config, old)
     else:
         request = _new(cfg, overrides, trial)
     replaced = provenance.replaced(request.folded, request.origin)

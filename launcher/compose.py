@@ -164,7 +164,7 @@ def _absolute_paths(config: RunConfig) -> None:
         (config.run, ("dir",)),
         (config.model, ("path",)),
         (config.cluster, ("hostfile",)),
-        (config.export, ("dir",)),
+        (config.export, ("dir", "source")),
     ):
         for name in names:
             value = getattr(section, name)

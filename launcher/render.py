@@ -282,10 +282,18 @@ def export_plan(request: dict[str, Any], as_json: bool) -> None:
 
 
 def export_done(answer: dict[str, Any]) -> None:
-    """Where the exported weights lie."""
-    print(
-        f"exported {answer['tensors']} tensors, {answer['bytes'] / GB:.3f} GB as {answer['dtype']} to {answer['dir']}"
-    )
+    """What was written, where it lies, and what was checked."""
+    size = f"{answer['bytes'] / GB:.3f} GB as {answer['dtype']}"
+    print(f"exported {answer['tensors']} tensors, {size} to {answer['dir']}")
+    verified = answer["verified"]
+    if not answer["described"]:
+        print("no config.json: the checkpoint has none beside it (model.path=FOLDER gives one)")
+    if verified["tensors"]:
+        print("verified: every tensor was read back and equals the checkpoint's")
+    if verified.get("loss") is not None:
+        print(f"verified: reloaded, the model has the checkpoint's loss on its fixed batch ({verified['loss']:.6f})")
+    elif verified.get("skipped"):
+        print(f"not reloaded: {verified['skipped']}")
 
 
 def sweep(trials: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     rules_request.tracker_options_need_a_tracker,
     rules_request.counts_are_positive,
     rules_request.numbers_are_finite,
-    rules_request.export_dtype_is_known,
+    rules_request.export_is_sound,
     rules_model.sequence_fits_the_model,
     rules_model.model_shape_is_sound,
     rules_model.ranks_are_data_parallel,

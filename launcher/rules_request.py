@@ -15,7 +15,7 @@ from launcher.cluster.filters import spec
 from launcher.cluster.value import Cluster
 from launcher.env import SECRET
 from launcher.errors import Problem
-from launcher.schema import RunConfig
+from launcher.schema import ExportSection, RunConfig
 
 MODES = ("train", "plan", "check", "explain")
 RECIPES = ("pretrain", "resume", "export")
@@ -154,7 +154,6 @@ def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 0),
         "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
-        "export.max_shard_bytes": (config.export.max_shard_bytes, 1),
         "check.timeout_s": (config.check.timeout_s, 1),
         "watch.stall_s": (config.watch.stall_s, 1),
         "watch.grace_s": (config.watch.grace_s, 1),
@@ -177,10 +176,19 @@ def numbers_are_finite(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) 
     ]
 
 
-def export_dtype_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
-    if config.export.dtype in ("fp32", "bf16", "fp16"):
-        return None
-    return Problem("export.dtype", config.export.dtype, "not an element type", "use fp32, bf16 or fp16")
+def export_is_sound(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
+    return export_problems(config.export)
+
+
+def export_problems(export: ExportSection) -> list[Problem]:
+    """What is wrong with the options of an export, whatever is exported."""
+    found = []
+    if export.dtype not in ("fp32", "bf16", "fp16"):
+        found.append(Problem("export.dtype", export.dtype, "not an element type", "use fp32, bf16 or fp16"))
+    if export.max_shard_bytes < 1:
+        given, fix = str(export.max_shard_bytes), "export.max_shard_bytes=1 or more"
+        found.append(Problem("export.max_shard_bytes", given, "it is at least 1", fix))
+    return found
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

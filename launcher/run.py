@@ -139,24 +139,6 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
     return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
 
 
-def export(config: RunConfig, run: RunDir, dry: bool) -> Outcome:
-    """Runs the export recipe in one process on this machine; the exit code is 0 or raises UserError."""
-    checkpoint = checkpoint_of_step(run, config.export.step)
-    request = {
-        "run_dir": str(run.path),
-        "checkpoint": checkpoint,
-        "dtype": config.export.dtype,
-        "dir": config.export.dir or str(run.export),
-        "max_shard_bytes": config.export.max_shard_bytes,
-    }
-    if dry:
-        render.export_plan(request, as_json=config.plan.format == "json")
-        return Outcome(EXIT_OK, None, [])
-    answer = ask_worker("export", request)
-    render.export_done(answer)
-    return Outcome(EXIT_OK, run.path, [], answer)
-
-
 def newest_checkpoint(run: RunDir) -> dict[str, Any]:
     """{"checkpoint": folder, "manifest": its manifest} of the newest good one; raises UserError when there is none."""
     return ask_worker("find_checkpoint", {"run_dir": str(run.path)})

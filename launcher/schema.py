@@ -177,6 +177,10 @@ class ExportSection:
     """Checkpoint to export, by optimizer step; null: the newest good one."""
     max_shard_bytes: int
     """Largest safetensors file, in bytes."""
+    source: str | None
+    """Checkpoint folder that no run of ours wrote (DeepSpeed's or a Trainer's), instead of run.dir."""
+    verify: bool
+    """Read every tensor back, and the model where the checkpoint records a loss, before the folder gets its name."""
 
 
 @dataclass

@@ -1,16 +1,20 @@
 """Checkpoint -> a folder that `AutoModelForCausalLM.from_pretrained` loads: safetensors, config, tokenizer, provenance.
 
-Run as a job by the launcher: one process, no engine, no GPU.
-Must never leave a half folder under the target's name, or replace one that is there.
+Run as a job by the launcher: one process, no engine, no GPU. The folder keeps a temporary name, which the answer
+tells; the launcher gives it its own once it is checked. An export that was cut off is continued at the next file.
+Must never put anything under the target's name, or replace what is there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-import sys
-import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +22,189 @@ import torch
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan, read_plan
-from launcher.rundir import RunDir, write_json
-from recipes.shared.checkpoint import manifest
-from recipes.shared.checkpoint.reader import Checkpoint, open_checkpoint
-from recipes.shared.model import DTYPES, make_config
-from recipes.shared.safetensors_writer import Item, write
+from launcher.rundir import RunDir, existing_parent, read_json, write_json
+from recipes.shared.checkpoint import find, foreign, manifest
+from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
+from recipes.shared.hf_files import copy_tokenizer, write_model_config
+from recipes.shared.model import DTYPES
+from recipes.shared.progress import Progress
+from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
+
+PART_ELEMENTS = 2**23  # 32 MiB of fp32: what a thread holds of a tensor that changes its element type
+THREADS = 8
+PROGRESS, LOCK = "progress.json", "lock"
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """Exports request["checkpoint"] to request["dir"] as request["dtype"]; answers with what was written."""
-    run, source, target = RunDir(request["run_dir"]), Path(request["checkpoint"]), Path(request["dir"])
-    plan = read_plan(run.plan)
-    _refuse_existing(target)
-    checkpoint = open_checkpoint(source)
-    items = _items(checkpoint, DTYPES[request["dtype"]])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        files = write(items, staging, request["max_shard_bytes"], _progress(items))
-        _write_config(plan, staging, request["dtype"])
-        _copy_tokenizer(plan, staging)
+    """Exports what `request` names into a folder beside request["dir"]; answers with what was written, and where."""
+    target = Path(request["dir"])
+    refuse_existing(target)
+    source = _source(request)
+    checkpoint = open_checkpoint(source.shards)
+    shards = layout([_item(entry, DTYPES[request["dtype"]]) for entry in checkpoint], request["max_shard_bytes"])
+    wanted = _identity(source.shards, request)
+    with _staging(target) as staging:
+        done = _continued(staging, wanted)
+        _refuse_small_disk(target, shards, done)
+        with ThreadPoolExecutor(1) as aside:  # importing transformers takes as long as copying a small model
+            config = aside.submit(_write_model_files, source, request["dtype"], staging)
+            started = time.perf_counter()
+            _write(shards, staging, done, wanted)
+            copy_s = time.perf_counter() - started
+            described = config.result()
+        if request["verify"]:
+            _verify(shards, staging, done)
         answer = {
             "dir": str(target),
             "dtype": request["dtype"],
-            "tensors": len(items),
-            "bytes": sum(item.nbytes for item in items),
+            "tensors": sum(len(shard.items) for shard in shards),
+            "bytes": sum(item.nbytes for shard in shards for item in shard.items),
+            "described": described,
+            "verified": {"tensors": bool(request["verify"])},
         }
-        write_json(staging / "export.json", answer | _provenance(source, checkpoint, staging, files))
-        os.chmod(staging, 0o755)
-        if target.is_dir():
-            target.rmdir()
-        os.rename(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return answer
+        provenance = _provenance(source.shards, checkpoint, staging, shards)
+        os.unlink(staging / PROGRESS)
+    return answer | {"copy_s": copy_s, "staging": str(staging), "provenance": provenance}
 
 
-def _refuse_existing(target: Path) -> None:
+def refuse_existing(target: Path) -> None:
+    """Raises UserError when there is something under the target's name."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
             Problem("export.dir", str(target), "it exists and is not empty", "add export.dir=ANOTHER_FOLDER")
         )
 
 
-def _items(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Item]:
-    """Every tensor once. Floating-point weights become `dtype`; buffers keep their own element type."""
-    return [
-        Item(
-            entry.name,
-            entry.shape,
-            dtype if entry.dtype.is_floating_point and (entry.trainable or entry.numel > 0) else entry.dtype,
-            entry.read,
-        )
-        for entry in checkpoint
-    ]
+class _Source:
+    """Shards to read, and where the model's configuration and tokenizer come from."""
+
+    def __init__(self, shards: Path, fields: dict[str, Any] | None, model: Path | None, tokenizer: Path | None) -> None:
+        self.shards, self.fields, self.model, self.tokenizer = shards, fields, model, tokenizer
 
 
-def _write_config(plan: Plan, folder: Path, dtype: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    config = make_config(plan.config.model.config)
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    config.architectures = [architecture] if architecture else None
-    config.dtype = DTYPES[dtype]
-    config.save_pretrained(folder)
-
-
-def _copy_tokenizer(plan: Plan, folder: Path) -> None:
-    tokenizer = plan.config.data.get("tokenizer")
-    if not tokenizer:
-        return
-    for path in Path(tokenizer).iterdir():
-        if (
-            path.is_file()
-            and path.suffix in (".json", ".model", ".txt", ".jinja")
-            and not (folder / path.name).exists()
-        ):
-            shutil.copy2(path, folder / path.name)
+def _source(request: dict[str, Any]) -> _Source:
+    """Of a run: its newest whole checkpoint, or the one that is named, if it is whole. Else the named folder."""
+    if request["source"] is not None:
+        place = foreign.locate(Path(request["source"]), "export.source")
+        fields = json.loads((place.model / foreign.CONFIG).read_text(encoding="utf-8")) if place.model else None
+        return _Source(place.shards, request["model_config"] or fields, place.model, place.model)
+    run = RunDir(request["run_dir"])
+    plan: Plan = read_plan(run.plan)
+    shards = find.newest(run) if request["step"] is None else find.whole(run.checkpoint(request["step"]))
+    model = Path(plan.config.model.path) if plan.config.model.path else None
+    model = model.parent if model is not None and model.is_file() else model
+    tokenizer = Path(plan.config.data["tokenizer"]) if plan.config.data.get("tokenizer") else model
+    return _Source(shards, plan.config.model.config, model, tokenizer)
 
 
-def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, files: list[str]) -> dict[str, Any]:
+def _item(entry: Entry, dtype: torch.dtype) -> Item:
+    """Floating-point weights become `dtype`; buffers keep their own element type."""
+    kept = entry.kind == BUFFER or not entry.dtype.is_floating_point
+    return Item(entry.name, entry.shape, entry.dtype if kept else dtype, lambda: _parts(entry, kept, dtype))
+
+
+def _parts(entry: Entry, kept: bool, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    for part in entry.parts(PART_ELEMENTS):
+        if not kept and dtype == torch.float16 and bool((part.abs() > torch.finfo(dtype).max).any()):
+            why = f"{entry.name} has values beyond fp16's range, which would become infinite"
+            raise UserError(Problem("export.dtype", "fp16", why, "use export.dtype=bf16 or fp32"))
+        yield part
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """The temporary folder of this target, for one process at a time; an interrupted export's is taken up again."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.exporting")
+    staging.mkdir(exist_ok=True)
+    with (staging / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = "another export is writing it at this moment"
+            raise UserError(Problem("export.dir", str(target), why, "wait, or add export.dir=ANOTHER_FOLDER")) from None
+        yield staging
+        (staging / LOCK).unlink()
+
+
+def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """What an export that was cut off must have been made from to be continued."""
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(shards.glob("*.pt"))}
+    return {"checkpoint": str(shards), "files": files} | {key: request[key] for key in ("dtype", "max_shard_bytes")}
+
+
+def _continued(staging: Path, wanted: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """{file: checksums of its tensors} of what an earlier attempt at the same finished; anything else is removed."""
+    progress = read_json(staging / PROGRESS) or {}
+    done = progress["done"] if progress.get("made_from") == wanted else {}
+    done = {file: digests for file, digests in done.items() if (staging / file).is_file()}
+    for path in staging.iterdir():
+        if path.name not in (LOCK, *done):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
+    return done
+
+
+def _refuse_small_disk(target: Path, shards: list[Shard], done: dict[str, Any]) -> None:
+    needed = sum(item.nbytes for shard in shards if shard.file not in done for item in shard.items)
+    free = shutil.disk_usage(existing_parent(target)).free
+    if needed > free:
+        why = f"{needed / 1e9:.3f} GB are to be written, {free / 1e9:.3f} GB are free"
+        raise UserError(Problem("export.dir", str(target), why, "make room, or add export.dir=A_FOLDER_ELSEWHERE"))
+
+
+def _write(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]], wanted: dict[str, Any]) -> None:
+    """Every file that is not there yet; `done` gets its checksums."""
+    threads = min(THREADS, len(os.sched_getaffinity(0)))
+    missing = [shard for shard in shards if shard.file not in done]
+    with Progress("exported", sum(item.nbytes for shard in missing for item in shard.items)) as progress:
+        for shard in missing:
+            done[shard.file] = write_shard(shard, staging, threads, progress.advance)
+            write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
+    write_index(shards, staging)
+
+
+def _verify(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]]) -> None:
+    """Every file is read again, by the library that its readers use, and compared with what the checkpoint gave."""
+    from safetensors import safe_open
+
+    with Progress("verified", sum(item.nbytes for shard in shards for item in shard.items)) as progress:
+        for shard in shards:
+            with safe_open(staging / shard.file, "pt") as file:
+                names = set(file.keys())
+                for item in shard.items:
+                    tensor = file.get_tensor(item.name) if item.name in names else None
+                    same = tensor is not None and (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype)
+                    if tensor is None or not same or checksum(tensor) != done[shard.file][item.name]:
+                        raise _differs(staging, shard, item.name)
+                    progress.advance(item.nbytes)
+            if names != {item.name for item in shard.items}:
+                raise _differs(staging, shard, "its list of tensors")
+
+
+def _differs(staging: Path, shard: Shard, what: str) -> UserError:
+    shutil.rmtree(staging)
+    why = f"{what} in {shard.file} is not what was read from the checkpoint"
+    return UserError(Problem("export.verify", str(staging), why, "export again; if it persists, the disk is failing"))
+
+
+def _write_model_files(source: _Source, dtype: str, staging: Path) -> bool:
+    """Config, generation config and tokenizer; whether the model's configuration is known at all."""
+    if source.tokenizer is not None and source.tokenizer.is_dir():
+        copy_tokenizer(source.tokenizer, staging)
+    if not source.fields:
+        return False
+    write_model_config(source.fields, dtype, staging, source.model)
+    return True
+
+
+def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, shards: list[Shard]) -> dict[str, Any]:
     saved = manifest.read(source) or {}
+    kept = ("step", "samples_seen", "recorded", "plan_fingerprint", "versions", "fixed_batch_loss")
     return {
         "checkpoint": str(source),
         "zero_stage": checkpoint.stage,
         "tied": checkpoint.tied,
-        "step": saved.get("step"),
-        "samples_seen": saved.get("samples_seen"),
-        "recorded": saved.get("recorded"),
-        "plan_fingerprint": saved.get("plan_fingerprint"),
-        "versions": saved.get("versions"),
-        "files": {name: manifest.digest(folder / name) for name in files},
+        **{key: saved.get(key) for key in kept},
+        "files": {shard.file: manifest.digest(folder / shard.file) for shard in shards},
     }
-
-
-def _progress(items: list[Item]) -> Any:
-    """A callback that says on stderr, each tenth, how far the export is."""
-    total, done, shown = sum(item.nbytes for item in items), 0, 0
-
-    def written(size: int) -> None:
-        nonlocal done, shown
-        done += size
-        tenth = 10 * done // max(total, 1)
-        if tenth > shown:
-            shown = tenth
-            print(f"· exported {done / 1e9:.3f} of {total / 1e9:.3f} GB", file=sys.stderr)
-
-    return written
-
-
-def describe(folder: Path) -> dict[str, Any]:
-    """export.json of an exported folder."""
-    return dict(json.loads((folder / "export.json").read_text()))

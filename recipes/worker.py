@@ -31,6 +31,7 @@ JOBS = {
     "profile": "recipes.shared.profile",
     "find_checkpoint": "recipes.shared.checkpoint.find",
     "export": "recipes.export",
+    "check_export": "recipes.check_export",
 }
 # Global and local rank as Slurm, Open MPI and MPICH (Hydra) tell a process of them.
 RUNNERS = (

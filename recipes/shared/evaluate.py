@@ -14,8 +14,6 @@ from recipes.shared.data.windows import TokenWindows
 from recipes.shared.losses import causal_lm_sample_losses
 from recipes.shared.state import TrainState
 
-FIXED_SAMPLES = 4  # of every checkpoint's own check
-
 
 def evaluate(state: TrainState, validation: TokenWindows, at_most: int | None = None) -> float | None:
     """Mean loss in nats/token over the first `eval.samples` windows (all of a smaller split); None when 0 are asked.

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from recipes.shared import watch
+from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.checkpoint.load import check_fixed_batch
 from recipes.shared.checkpoint.save import save
 from recipes.shared.data.order import sample_indices
 from recipes.shared.data.windows import TokenWindows
 from recipes.shared.distributed import say
 from recipes.shared.engine import plain_grad_norm
-from recipes.shared.evaluate import FIXED_SAMPLES, evaluate
+from recipes.shared.evaluate import evaluate
 from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.state import TrainState
 
@@ -32,7 +33,7 @@ def train(state: TrainState, training: TokenWindows, validation: TokenWindows, l
     plan, engine = state.plan, state.engine
     stop = StopRequest(state)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
-    state.fixed_batch_loss = lambda: evaluate(state, validation, FIXED_SAMPLES)
+    state.fixed_batch_loss = lambda: evaluate(state, validation, SAMPLES)
     check_fixed_batch(state)
     say(state.run, "training")
     metrics.start()

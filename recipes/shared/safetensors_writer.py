@@ -1,7 +1,7 @@
-"""Named tensors -> sharded safetensors files and their index, written one tensor at a time.
+"""Named tensors -> sharded safetensors files and their index, written in parallel, from parts of tensors.
 
 Used by export. The format: 8 bytes of header length, a JSON header, then the tensors' bytes end to end.
-Must never hold more than one tensor in memory.
+Must never hold more of a tensor in memory than one part of it a thread.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 _NAMES = {
     torch.float32: "F32",
@@ -27,16 +29,17 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to write: its name, shape, element type, and a function that reads it."""
+    """A tensor to write: its name, shape, element type in the file, and its elements in order, in flat parts."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    parts: Callable[[], Iterator[torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -44,59 +47,99 @@ class Item:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(items: list[Item], folder: Path, max_shard_bytes: int, written: Callable[[int], None]) -> list[str]:
-    """Writes model*.safetensors (and the index when there are several) into `folder`; returns the file names.
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name and what lies in it, in order."""
 
-    `written` is told the bytes of each tensor that is done.
-    """
-    shards = _split(items, max_shard_bytes)
-    names = (
-        ["model.safetensors"]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    )
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(shard, folder / name, written)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(item.nbytes for item in items)},
-            "weight_map": {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return names
+    file: str
+    items: tuple[Item, ...]
 
 
-def _split(items: list[Item], limit: int) -> list[list[Item]]:
-    """Consecutive items per shard, each up to `limit` bytes; a larger tensor goes alone."""
-    shards: list[list[Item]] = [[]]
+def layout(items: list[Item], max_shard_bytes: int) -> list[Shard]:
+    """Consecutive items per file, each up to `max_shard_bytes`; a larger tensor goes alone."""
+    groups: list[list[Item]] = [[]]
     size = 0
     for item in items:
-        if shards[-1] and size + item.nbytes > limit:
-            shards.append([])
+        if groups[-1] and size + item.nbytes > max_shard_bytes:
+            groups.append([])
             size = 0
-        shards[-1].append(item)
+        groups[-1].append(item)
         size += item.nbytes
-    return shards
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-def _write_shard(items: list[Item], path: Path, written: Callable[[int], None]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for item in items:
-        header[item.name] = {
+def write_index(shards: list[Shard], folder: Path) -> None:
+    """The index of several files; a single one needs none."""
+    if len(shards) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(item.nbytes for shard in shards for item in shard.items)},
+        "weight_map": {item.name: shard.file for shard in shards for item in shard.items},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_shard(shard: Shard, folder: Path, threads: int, written: Callable[[int], None]) -> dict[str, str]:
+    """Writes one file, syncs it, and gives it its name; returns the checksum of each tensor's bytes.
+
+    `written` is told the bytes of each part that is done.
+    """
+    header, starts = _header(shard)
+    path = folder / f"{shard.file}.part"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        os.pwrite(handle, header, 0)
+        with ThreadPoolExecutor(threads) as pool:
+            largest_first = sorted(shard.items, key=lambda item: -item.nbytes)
+            waiting = {
+                item.name: pool.submit(_write_item, item, handle, starts[item.name], written) for item in largest_first
+            }
+            digests = {item.name: waiting[item.name].result() for item in shard.items}
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(path, folder / shard.file)
+    return digests
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Checksum of a tensor's bytes, as `write_shard` returns it."""
+    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
+
+
+def _header(shard: Shard) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the tensors, and where in the file each tensor begins."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, offset = {}, 0
+    for item in shard.items:
+        entries[item.name] = {
             "dtype": _NAMES[item.dtype],
             "shape": list(item.shape),
             "data_offsets": [offset, offset + item.nbytes],
         }
+        starts[item.name] = offset
         offset += item.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for item in items:
-            tensor = item.read().to(item.dtype).contiguous()
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-            written(item.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def _write_item(item: Item, handle: int, start: int, written: Callable[[int], None]) -> str:
+    state, end = xxhash.xxh3_128(), start + item.nbytes
+    for part in item.parts():
+        data = _bytes(part.to(item.dtype))
+        state.update(data)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(handle, data[done:], start + done)
+        start += len(data)
+        written(len(data))
+    assert start == end, f"{item.name}: {end - start} bytes are missing"
+    return state.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import json
 import operator
 import os
@@ -87,7 +88,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Forks the ranks of `case` and collects them: rank 0's facts, or the error of the rank that failed first."""
     started = time.monotonic()
     pipes, pids = [], []
-    for rank in range(case["plan"]["world_size"]):
+    for rank in range(case["world_size"]):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -142,7 +143,7 @@ def _be_rank(case: dict[str, Any], folder: Path, rank: int, write: int) -> NoRet
     os.dup2(log, 2)
     try:
         _join(case, folder, rank)
-        answer = _run_recipe(case) if "run_dir" in case else _train(case, rank)
+        answer = _called(case)
     except BaseException as error:
         traceback.print_exc()
         answer = _failure(rank, f"{type(error).__name__}: {str(error).strip()[:2000]}")
@@ -154,12 +155,18 @@ def _be_rank(case: dict[str, Any], folder: Path, rank: int, write: int) -> NoRet
 
 def _join(case: dict[str, Any], folder: Path, rank: int) -> None:
     """What DeepSpeed's launcher would have told this rank, and its process group."""
-    world_size, slots = case["plan"]["world_size"], case["slots"]
+    world_size, slots = case["world_size"], case["slots"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % slots), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(slots))
     dist.init_process_group("gloo", f"file://{folder}/store", world_size=world_size, rank=rank)
 
 
-def _run_recipe(case: dict[str, Any]) -> dict[str, Any]:
+def _called(case: dict[str, Any]) -> dict[str, Any]:
+    """What the function `module:name` that the case names makes of it."""
+    module, name = case["call"].split(":")
+    return dict(getattr(importlib.import_module(module), name)(case))
+
+
+def run_recipe(case: dict[str, Any]) -> dict[str, Any]:
     """The recipe of a plan as a worker runs it; what it restores it also saves, unchanged, to `resaved`."""
 
     def restore(state: Any) -> None:
@@ -172,7 +179,7 @@ def _run_recipe(case: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _train(case: dict[str, Any], rank: int) -> dict[str, Any]:
+def train(case: dict[str, Any]) -> dict[str, Any]:
     """Builds model and engine as a recipe does and takes `steps` steps on one batch, which it learns by heart."""
     plan = Plan.from_json(case["plan"])
     world_size = plan.world_size
@@ -182,7 +189,7 @@ def _train(case: dict[str, Any], rank: int) -> dict[str, Any]:
     if case["load"]:
         engine.load_checkpoint(case["load"])
     facts: dict[str, Any] = {"losses": [], "grad_norms": [], "lrs": [], "weights": [_weights(engine)]}
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(ranks.rank)
     shape = (plan.batch.gradient_accumulation_steps, plan.batch.micro_batch_size, plan.config.train.sequence_length)
     batch = torch.randint(0, plan.config.model.config["vocab_size"], shape, generator=generator)
     for _ in range(case["steps"]):

@@ -90,37 +90,30 @@ class Engines:
 
         `slots`: ranks of each pretended host. `ask`: attributes of the engine to read afterwards.
         """
-        return self._ask(
-            {
-                "plan": plan.to_json(),
-                "steps": steps,
-                "ask": list(ask),
-                "save": str(save or ""),
-                "load": str(load or ""),
-                "slots": slots or plan.world_size,
-                "timeout_s": TIMEOUT_S,
-            }
-        )
+        case = {"steps": steps, "ask": list(ask), "save": str(save or ""), "load": str(load or "")}
+        return self.call("__main__:train", plan.world_size, slots, plan=plan.to_json(), **case)
 
     def run_recipe(self, plan: Plan, run: Path, resaved: Path | None = None) -> None:
         """Runs the plan's recipe in `run` as workers do; what it restores it also saves in the run folder `resaved`."""
         for folder in filter(None, (run, resaved)):
             RunDir(folder).create()
         case = {"plan": plan.to_json(), "run_dir": str(run), "resaved": str(resaved or "")}
-        answer = self._ask(case | {"slots": plan.world_size, "timeout_s": TIMEOUT_S})
+        answer = self.call("__main__:run_recipe", plan.world_size, **case)
         assert "error" not in answer, answer["error"] + answer["log"]
+
+    def call(self, function: str, world_size: int, slots: int | None = None, **case: Any) -> dict[str, Any]:
+        """What rank 0 got from `function`, "module:name", which every rank of a new group calls with the case."""
+        asked = {"call": function, "world_size": world_size, "slots": slots or world_size, "timeout_s": TIMEOUT_S}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked | case) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
 
     def close(self) -> None:
         """Ends the server."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
-
-    def _ask(self, case: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None

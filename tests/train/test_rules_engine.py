@@ -39,7 +39,7 @@ NOT_PROVEN = {
     "tracker_options_need_a_tracker": NOT_ABOUT_THE_ENGINE,
     "counts_are_positive": NOT_ABOUT_THE_ENGINE,
     "numbers_are_finite": NOT_ABOUT_THE_ENGINE,
-    "export_dtype_is_known": NOT_ABOUT_THE_ENGINE,
+    "export_is_sound": NOT_ABOUT_THE_ENGINE,
     "parameter_groups_are_sound": NOT_ABOUT_THE_ENGINE,
     "hpz_groups_lie_within_a_host": "which links a gather uses shows on several hosts only",
 }

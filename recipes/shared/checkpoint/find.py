@@ -38,3 +38,14 @@ def newest(run: RunDir) -> Path:
             "start a new run: nothing was saved that could be continued or exported",
         )
     )
+
+
+def whole(folder: Path) -> Path:
+    """`folder`, when it is a whole checkpoint; raises UserError when it is not."""
+    known = ", ".join(path.name for path in reversed(manifest.steps(folder.parent))) or "none"
+    if not folder.is_dir():
+        raise UserError(Problem("export.step", folder.name, "there is no such checkpoint", f"checkpoints: {known}"))
+    problem = manifest.problem_of(folder)
+    if problem is not None:
+        raise UserError(Problem("export.step", folder.name, problem, f"export another one: {known}"))
+    return folder

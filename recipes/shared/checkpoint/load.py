@@ -17,6 +17,7 @@ import torch
 from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint import elastic, manifest
 from recipes.shared.checkpoint.adam import replay_bias_correction
+from recipes.shared.checkpoint.fixed_batch import tolerance
 from recipes.shared.checkpoint.save import rng_name
 from recipes.shared.distributed import say
 from recipes.shared.groups import hyper_parameters
@@ -67,9 +68,7 @@ def check_fixed_batch(state: TrainState) -> None:
     if expected is None:
         return
     found = state.fixed_batch_loss()
-    exact = saved["precision"] == state.plan.precision == "fp32"
-    tolerance = 1e-5 if exact else 2e-2 if saved["precision"] == state.plan.precision else 5e-2
-    if found is None or not math.isclose(found, expected, rel_tol=tolerance):
+    if found is None or not math.isclose(found, expected, rel_tol=tolerance(saved["precision"], state.plan.precision)):
         raise UserError(
             Problem(
                 "checkpoint",

@@ -19,6 +19,8 @@ import torch
 from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint import manifest, unpickle
 
+TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -31,13 +33,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored tensor: where its elements lie, in order. `trainable`: from fp32 masters; else as the model has it."""
+    """One stored tensor: where its elements lie, in order, and what it is."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
-    trainable: bool
+    kind: str
+    """trained: from fp32 masters; frozen or buffer: as the model has it."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the optimizer has it."""
+        return self.kind == TRAINED
 
     @property
     def numel(self) -> int:
@@ -49,6 +57,16 @@ class Entry:
         whole = torch.empty(self.numel, dtype=self.dtype)
         self.read_into(whole, 0)
         return whole.view(self.shape)
+
+    def parts(self, at_most: int) -> Iterator[torch.Tensor]:
+        """The elements in order, in flat views of the mapped shards of up to `at_most` elements each."""
+        left = self.numel
+        for piece in self.pieces:
+            stop = min(piece.stop, piece.start + left)
+            for start in range(piece.start, stop, at_most):
+                yield piece.flat[start : min(start + at_most, stop)]
+            left -= stop - piece.start
+        assert left == 0, f"{self.name}: {left} of {self.numel} elements are missing"
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """Fills flat `target` with the elements from `start` on; what lies beyond the tensor's end is left alone.
@@ -102,7 +120,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         trainable, frozen = _stage3(model, _flat3(shards)), _frozen_stage3(models)
     else:
         trainable, frozen = _stage12(model, _flat12(shards)), _frozen_whole(model)
-    buffers = _whole(model, set(model.get("buffer_names") or ()), trainable=False)
+    buffers = _whole(model, set(model.get("buffer_names") or ()), BUFFER)
     return Checkpoint((*trainable, *frozen, *buffers), dict(model.get("shared_params") or {}), stage)
 
 
@@ -122,7 +140,7 @@ def open_optimizer(folder: Path) -> OptimizerState:
             flats = [optimizer["state"][number][key].reshape(-1) for number in order]
             shapes = [tuple(optimizer["state"][number][key].shape) for number in order]
             moments[key] = tuple(
-                Entry(name, shape, flat.dtype, (Piece(flat, 0, flat.numel()),), True)
+                Entry(name, shape, flat.dtype, (Piece(flat, 0, flat.numel()),), TRAINED)
                 for name, shape, flat in zip(names, shapes, flats, strict=True)
             )
         # FusedAdam counts in the state of one parameter of a group only
@@ -171,6 +189,7 @@ def _open(folder: Path) -> tuple[dict[str, Any], list[Path], list[dict[str, Any]
         raise UserError(
             Problem(str(folder), "no *_model_states.pt", "not a DeepSpeed checkpoint", "name a step_* folder")
         )
+    _refuse_parallel(folder)
     model = unpickle.load(states[0])
     shards = [unpickle.load(path)["optimizer_state_dict"] for path in optimizers]
     world_size = int(model.get("dp_world_size", len(shards) or 1))
@@ -178,6 +197,16 @@ def _open(folder: Path) -> tuple[dict[str, Any], list[Path], list[dict[str, Any]
         missing = f"{len(shards)} of {world_size} optimizer shards"
         raise UserError(Problem(str(folder), missing, "shards are missing", "copy every rank's files into one folder"))
     return model, states, shards
+
+
+def _refuse_parallel(folder: Path) -> None:
+    """Raises UserError for files of tensor, pipeline or expert parallelism: rank 0's would be a part of a model."""
+    parallel = re.compile(r"mp_rank_(?!00)\d+|expert_|^layer_\d")
+    foreign = [path.name for path in folder.glob("*.pt") if parallel.search(path.name)]
+    if foreign:
+        why = "its parameters are split over ranks by more than ZeRO, and these files hold a part of them"
+        fix = "merge it with the library that made it"
+        raise UserError(Problem(str(folder), f"{min(foreign)} among {len(foreign)}", why, fix))
 
 
 def _flat12(shards: list[dict[str, Any]], moment: str | None = None) -> list[list[torch.Tensor]]:
@@ -233,7 +262,8 @@ def _stage0(model: dict[str, Any], trained: list[str]) -> Checkpoint:
             tied[name] = first[place]
     own = set(model["module"]) - tied.keys()
     masters = set(trained) or own - buffers
-    entries = _whole(model, masters, trainable=True) + _whole(model, own - masters, trainable=False)
+    frozen = own - buffers - masters
+    entries = _whole(model, masters, TRAINED) + _whole(model, frozen, FROZEN) + _whole(model, own & buffers, BUFFER)
     return Checkpoint(tuple(entries), tied, 0)
 
 
@@ -253,7 +283,7 @@ def _stage12(model: dict[str, Any], flat: list[list[torch.Tensor]]) -> list[Entr
                 start, stop = max(offset, low), min(offset + numel, high)
                 if start < stop:
                     pieces.append(Piece(part, start - low, stop - low))
-            entries.append(Entry(name, tuple(shape), torch.float32, tuple(pieces), True))
+            entries.append(Entry(name, tuple(shape), torch.float32, tuple(pieces), TRAINED))
             offset += numel
     return entries
 
@@ -267,7 +297,7 @@ def _stage3(model: dict[str, Any], flat: list[list[torch.Tensor]]) -> list[Entry
         for name, shape in shapes.items():
             share = math.ceil(math.prod(shape) / world_size)
             pieces = tuple(walk.take(share, name) for walk in walks)
-            entries.append(Entry(name, tuple(shape), torch.float32, pieces, True))
+            entries.append(Entry(name, tuple(shape), torch.float32, pieces, TRAINED))
     return entries
 
 
@@ -295,7 +325,7 @@ def _frozen_stage3(models: list[dict[str, Any]]) -> list[Entry]:
     for name, shape in shapes.items():
         fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
         pieces = tuple(Piece(fragment, 0, fragment.numel()) for fragment in fragments)
-        entries.append(Entry(name, tuple(shape), fragments[0].dtype, pieces, False))
+        entries.append(Entry(name, tuple(shape), fragments[0].dtype, pieces, FROZEN))
     return entries
 
 
@@ -303,14 +333,14 @@ def _frozen_whole(model: dict[str, Any]) -> list[Entry]:
     """Stages 1 and 2 keep frozen weights whole in rank 0's module, whether or not they list them apart."""
     known = {name for shapes in model["param_shapes"] for name in shapes}
     known |= set(model.get("buffer_names") or ()) | set(model.get("shared_params") or {})
-    return _whole(model, set(model["module"]) - known, trainable=False)
+    return _whole(model, set(model["module"]) - known, FROZEN)
 
 
-def _whole(model: dict[str, Any], names: set[str], trainable: bool) -> list[Entry]:
+def _whole(model: dict[str, Any], names: set[str], kind: str) -> list[Entry]:
     entries = []
     for name, tensor in model["module"].items():
         if name in names:
             flat = tensor.detach().reshape(-1)
             piece = Piece(flat, 0, flat.numel())
-            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, (piece,), trainable))
+            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, (piece,), kind))
     return entries
