@@ -27,6 +27,7 @@ from launcher.describe import Known, describe
 from launcher.ds_file import Folded, contradictions, located
 from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
 from launcher.explain import explain
+from launcher.model_source import refuse_missing
 from launcher.plan import Plan, build_plan, read_plan
 from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
@@ -146,6 +147,7 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
 def _new(cfg: DictConfig, overrides: list[str], trial: Path | None) -> Request:
     """The request of a run that does not exist yet."""
     config, folded = compose.typed(cfg)
+    refuse_missing(config.model)
     origin = provenance.given(HydraConfig.get().runtime.choices, compose.typed_paths(overrides))
     if folded is not None:
         raise_if(contradictions(folded, overrides))

@@ -6,7 +6,6 @@ Must never start or write anything.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from launcher import env
 from launcher.ds_file import Folded, fold, leaves, take_batch
 from launcher.errors import Problem, UserError
 from launcher.explain import explain, groups
+from launcher.model_source import complete_model
 from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
@@ -43,7 +43,7 @@ def typed(cfg: DictConfig) -> tuple[RunConfig, Folded | None]:
     assert isinstance(config, RunConfig)
     folded = _fold_deepspeed_file(config)
     _absolute_paths(config)
-    _model_from_path(config)
+    complete_model(config.model)
     return config, folded
 
 
@@ -162,7 +162,7 @@ def _absolute_paths(config: RunConfig) -> None:
     config.run.root = _absolute(config.run.root)
     for section, names in (
         (config.run, ("dir",)),
-        (config.model, ("path",)),
+        (config.model, ("path", "init_from")),
         (config.cluster, ("hostfile",)),
         (config.export, ("dir", "source")),
     ):
@@ -202,35 +202,3 @@ def _fold_deepspeed_file(config: RunConfig) -> Folded | None:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
-
-
-def _model_from_path(config: RunConfig) -> None:
-    """Merges config.json of `model.path` under the fields of `model.config`."""
-    if config.model.path is None:
-        if not config.model.config.get("model_type"):
-            raise UserError(
-                Problem(
-                    "model.config",
-                    str(config.model.config),
-                    "a configuration names its family in model_type",
-                    "add model.config.model_type=llama (or another family), or model.path=FOLDER",
-                )
-            )
-        return
-    path = Path(config.model.path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
-        raise UserError(
-            Problem(
-                "model.path",
-                str(path),
-                f"no Hugging Face configuration can be read from {file}: {reason}",
-                "name a local folder with config.json; nothing is downloaded at run time",
-            )
-        ) from None
-    if not isinstance(fields, dict) or not fields.get("model_type"):
-        raise UserError(Problem("model.path", str(file), "it has no model_type", "name the config.json of a model"))
-    config.model.config = fields | config.model.config

@@ -55,6 +55,8 @@ class ModelSection:
     """Label shown in plans and run names."""
     path: str | None
     """Local Hugging Face folder (or config.json) whose configuration is used."""
+    init_from: str | None
+    """Weights to begin with: a Hugging Face folder (safetensors), or a run or checkpoint; null: drawn from run.seed."""
     config: dict[str, Any]
     """Hugging Face configuration fields; with `path`, fields that replace those of the file."""
     attn_implementation: str | None

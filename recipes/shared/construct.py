@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 RESIDENT_BYTES = 64 * 2**20  # whole parameters kept for code that edits several in a row
 
+Read = Callable[[str], torch.Tensor]
 _T = torch.Tensor
 # Questions about a parameter that its placeholder answers: shape and type, not values.
 _METADATA = {
@@ -40,22 +41,26 @@ _METADATA |= {_T.requires_grad.__set__, _T.grad.__set__}
 
 @dataclass
 class _Shard:
-    """This rank's piece of one parameter; `parameter` keeps the object alive so that its id stays its own."""
+    """This rank's piece of one parameter; `parameter` keeps the object alive so that its id stays its own.
+
+    `data` is None where the value will be read from a folder of weights.
+    """
 
     parameter: nn.Parameter
     shape: torch.Size
-    data: torch.Tensor
+    data: torch.Tensor | None
 
 
 class ShardedConstruction(TorchFunctionMode):
     """Context in which modules are built: `with ShardedConstruction(device): model = Model()`.
 
     All ranks run the same code with the same seed. Afterwards `partition` hands every parameter to DeepSpeed.
+    `drawn`: whether the values that construction gives are wanted; if not, none is kept.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, drawn: bool = True) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.drawn = device, drawn
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.shards: dict[int, _Shard] = {}
         self.resident: OrderedDict[int, nn.Parameter] = OrderedDict()
@@ -90,14 +95,20 @@ class ShardedConstruction(TorchFunctionMode):
                 self._shed(parameter)
         self._trim()
 
-    def partition(self, model: nn.Module, dtype: torch.dtype, ds_config: dict[str, Any]) -> None:
-        """Gives each parameter, cast to `dtype`, to zero.Init in turn: shards land where `ds_config` says."""
+    def partition(
+        self, model: nn.Module, dtype: torch.dtype, ds_config: dict[str, Any], read: Read | None = None
+    ) -> None:
+        """Gives each parameter, cast to `dtype`, to zero.Init in turn: shards land where `ds_config` says.
+
+        `read`: value of the parameter of that name, asked for on rank 0 alone; None: what construction gave.
+        """
+        assert self.drawn or read is not None, "no rank has values for these parameters"
         self._shed_all()
         # DeepSpeed makes the groups of hpZ once a process and refuses a second model that does not bring them.
         hpz = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
         group = groups._get_zero_param_intra_parallel_group() if hpz else None
         deepspeed.zero.Init(
-            module=_Stream(self, model, dtype), config_dict_or_path=ds_config, zero_param_parallel_group=group
+            module=_Stream(self, model, dtype, read), config_dict_or_path=ds_config, zero_param_parallel_group=group
         )
         self.shards.clear()
 
@@ -105,16 +116,20 @@ class ShardedConstruction(TorchFunctionMode):
         """Keeps this rank's piece of a whole parameter and leaves a placeholder of the same shape without storage."""
         self.busy = True
         try:
-            flat = parameter.data.detach().reshape(-1)
-            piece = math.ceil(flat.numel() / self.world_size)
-            mine = flat[self.rank * piece : (self.rank + 1) * piece]
-            data = torch.zeros(piece, dtype=flat.dtype)
-            data[: mine.numel()] = mine
+            data = self._mine(parameter.data.detach().reshape(-1)) if self.drawn else None
             self.shards[id(parameter)] = _Shard(parameter, parameter.shape, data)
-            parameter.data = torch.empty(1, dtype=flat.dtype).expand(parameter.shape)
+            parameter.data = torch.empty(1, dtype=parameter.dtype).expand(parameter.shape)
             self.resident.pop(id(parameter), None)
         finally:
             self.busy = False
+
+    def _mine(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a flat parameter, padded with zeros to the same number on every rank."""
+        piece = math.ceil(flat.numel() / self.world_size)
+        mine = flat[self.rank * piece : (self.rank + 1) * piece]
+        data = torch.zeros(piece, dtype=flat.dtype)
+        data[: mine.numel()] = mine
+        return data
 
     def _load(self, parameter: nn.Parameter) -> None:
         """Makes one parameter whole on every rank (collective: every rank runs the same construction code)."""
@@ -122,10 +137,13 @@ class ShardedConstruction(TorchFunctionMode):
         try:
             self._trim()
             shard = self.shards[id(parameter)]
-            mine = shard.data.to(self.device)
-            whole = torch.empty(mine.numel() * self.world_size, dtype=mine.dtype, device=self.device)
-            dist.all_gather_into_tensor(whole, mine)
-            parameter.data = whole[: shard.shape.numel()].view(shard.shape).to("cpu")
+            if shard.data is None:
+                parameter.data = torch.empty(shard.shape, dtype=parameter.dtype)
+            else:
+                mine = shard.data.to(self.device)
+                whole = torch.empty(mine.numel() * self.world_size, dtype=mine.dtype, device=self.device)
+                dist.all_gather_into_tensor(whole, mine)
+                parameter.data = whole[: shard.shape.numel()].view(shard.shape).to("cpu")
             self.resident[id(parameter)] = parameter
             self.peak_resident_bytes = max(self.peak_resident_bytes, self._resident_bytes())
         finally:
@@ -146,17 +164,21 @@ class ShardedConstruction(TorchFunctionMode):
 class _Stream(nn.Module):
     """Looks like a module to zero.Init; its parameters become whole only when they are asked for."""
 
-    def __init__(self, construction: ShardedConstruction, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, construction: ShardedConstruction, model: nn.Module, dtype: torch.dtype, read: Read | None
+    ) -> None:
         super().__init__()
-        self.stream = (construction, model, dtype)
+        self.stream = (construction, model, dtype, read)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        construction, model, dtype = self.stream
-        for parameter in model.parameters():
+        construction, model, dtype, read = self.stream
+        for name, parameter in model.named_parameters():
             if id(parameter) in construction.shards:
                 construction._load(parameter)
                 construction.resident.pop(id(parameter))
                 del construction.shards[id(parameter)]
+            if read is not None and construction.rank == 0:  # zero.Init broadcasts rank 0's
+                parameter.data = read(name)
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
             shape = parameter.shape

@@ -7,6 +7,7 @@ Must never download anything, and never hold a whole model per rank at stage 3.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,24 +18,56 @@ from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
+from recipes.shared.pretrained import load_whole, match, open_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(plan: Plan, ranks: Ranks) -> nn.Module:
-    """The model in training mode. Weights equal those of a plain construction after `torch.manual_seed(run.seed)`.
+    """The model in training mode. Weights equal those of a plain construction after `torch.manual_seed(run.seed)`, or
+    those of `model.init_from`; a run that goes on gets its own from the checkpoint later.
 
     All ranks. Stages 0 to 2: whole, fp32, on the CPU (the engine casts and moves it). Stage 3: partitioned.
     """
+    given = plan.config.model.init_from if plan.resume_from is None else None
     seed_everything(plan.config.run.seed)
     if plan.zero_stage == 3 and ranks.world_size > 1:
-        with ShardedConstruction(ranks.device) as construction:
-            model = from_config(plan)
-        construction.partition(model, DTYPES[plan.precision], plan.deepspeed)
-    else:
+        model = _partitioned(plan, ranks, Path(given) if given else None)
+    elif given is None:
         model = from_config(plan)
+    else:
+        model = _undrawn(plan)
+        load_whole(model, Path(given))
     seed_everything(plan.config.run.seed + 1 + ranks.rank)  # dropout differs between ranks
     model.train()
+    return model
+
+
+def _partitioned(plan: Plan, ranks: Ranks, given: Path | None) -> nn.Module:
+    """The model in shards, one per rank. Of `given` weights rank 0 reads one tensor after the other."""
+    dtype = DTYPES[plan.precision]
+    if given is None:
+        with ShardedConstruction(ranks.device) as construction:
+            model = from_config(plan)
+        construction.partition(model, dtype, plan.deepspeed)
+        return model
+    with ShardedConstruction(ranks.device, drawn=False) as construction:
+        model = _undrawn(plan)
+    matched = match(model, open_weights(given), given)
+    construction.partition(model, dtype, plan.deepspeed, lambda name: matched[name].read())
+    for name, buffer in model.named_buffers():
+        if name in matched:
+            buffer.data.copy_(matched[name].read())
+    return model
+
+
+def _undrawn(plan: Plan) -> Any:
+    """The model without the work of drawing values that are read anyway."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model: Any = from_config(plan)
+        model.tie_weights()  # which the library leaves out with the rest
     return model
 
 

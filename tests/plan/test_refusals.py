@@ -97,11 +97,17 @@ def test_a_value_of_the_wrong_type_names_option_value_and_type(cli: Cli, overrid
     assert answer.err.endswith(f"fix   give {key} a value of type {kind}\n")
 
 
-@pytest.mark.parametrize(("choice", "key"), [("model=hf", "model.path"), ("cluster=hostfile", "cluster.hostfile")])
-def test_a_value_that_must_be_given_is_asked_for(cli: Cli, choice: str, key: str) -> None:
-    answer = cli("mode=plan", choice)
+def test_a_value_that_must_be_given_is_asked_for(cli: Cli) -> None:
+    answer = cli("mode=plan", "cluster=hostfile")
     assert answer.code == 2
-    assert answer.err == problem(key, "nothing", "it has no default", f"add {key}=VALUE")
+    assert answer.err == problem("cluster.hostfile", "nothing", "it has no default", "add cluster.hostfile=VALUE")
+
+
+def test_a_model_must_be_named_by_one_of_three_ways(cli: Cli) -> None:
+    answer = cli("mode=plan", "model=hf")
+    assert answer.code == 2
+    for way in ("model.config.model_type=llama", "model.path=FOLDER", "model.init_from=FOLDER"):
+        assert way in answer.err
 
 
 @pytest.mark.parametrize("override", ["run.name=a=b=c", "run.name=#1", "run.name=実験", "run.name=[a", "run.name=a,b"])

@@ -22,14 +22,14 @@ from tests.plan.asking import composed
 
 SERVER = Path(__file__).with_name("engine_server.py")
 TIMEOUT_S = 60  # for one case; the slowest takes 5 s
-_TRAIN = (
+TRAIN = (
     "train.sequence_length=16",
     "train.micro_batch_size=2",
     "train.gradient_accumulation_steps=1",
     "cluster.num_procs=2",
 )
 LLAMA = (
-    *_TRAIN,
+    *TRAIN,
     "model.config.vocab_size=64",
     "model.config.hidden_size=32",
     "model.config.intermediate_size=64",
@@ -38,7 +38,7 @@ LLAMA = (
     "model.config.num_key_value_heads=2",
 )
 GPT2 = (
-    *_TRAIN,
+    *TRAIN,
     "model=gpt2_small",
     "model.config.vocab_size=64",
     "model.config.n_positions=16",
