@@ -6,6 +6,8 @@ Must never build a model or read data: distributed comes before both.
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from launcher.rundir import RunDir, write_json
+
+_MEETINGS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,26 @@ def _agree_on_plan(plan: Plan, ranks: Ranks) -> None:
                 "put the run folder on a file system that every host shares",
             )
         )
+
+
+def meet(ranks: Ranks, what: str, timeout_s: float) -> None:
+    """All ranks, before a collective that a rank may come to alone; raises UserError there when not all come in time.
+
+    Through the store at which the ranks first met: a collective would hang, and NCCL's could not be left.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    number = next(_MEETINGS)
+    keys = [f"zerolaunch/meet/{number}/{rank}" for rank in range(ranks.world_size)]
+    store.set(keys[ranks.rank], what)
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        why = f"ranks {missing} did not come within {timeout_s:g} s, and it takes all of them"
+        fix = f"call {what} on every rank, not under `if rank == 0`; what is for one rank happens inside"
+        raise UserError(Problem(what, f"rank {ranks.rank} called it", why, fix)) from None
 
 
 def say(run: RunDir, text: str) -> None:

@@ -55,7 +55,7 @@ def reload(run: Path, folder: Path) -> dict[str, object]:
 def test_export_reproduces_the_logged_validation_loss(
     runs: Runs, tmp_path: Path, tied: str, zero: str, offload: str
 ) -> None:
-    """deepspeedai/DeepSpeed#8376: tied weights, stored once."""
+    """deepspeedai/DeepSpeed#8376: tied weights, stored once. huggingface/transformers#25817: no dummy at stage 3."""
     run, folder = runs.get(*overrides(tied, zero, offload)), tmp_path / "export"
     done = launch("recipe=export", f"run.dir={run}", f"export.dir={folder}")
     assert done.returncode == 0, done.stderr
@@ -107,6 +107,8 @@ def test_export_never_replaces_a_folder(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_a_poisoned_checkpoint_is_refused_and_not_run(runs: Runs, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#20643: what torch no longer unpickles by default is read, and nothing is run."""
+
     class Poison:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             import os

@@ -38,7 +38,10 @@ def killed_after(runs: Runs, step: int, *options: str) -> Path:
 
 @pytest.mark.parametrize(("zero", "offload"), SETUPS)
 def test_killed_and_resumed_equals_uninterrupted(runs: Runs, zero: str, offload: str) -> None:
-    """huggingface/accelerate#1673, #4071: learning rates and data order. vllm-project/speculators#739: the kill."""
+    """huggingface/accelerate#1673: learning rates. huggingface/accelerate#4071: data order.
+
+    vllm-project/speculators#739: the kill.
+    """
     whole = runs.get(*overrides("true", zero, offload))
     options = (*overrides("true", zero, offload), "checkpoint.every=5", "checkpoint.keep=2")
     run = killed_after(runs, 11, *options)

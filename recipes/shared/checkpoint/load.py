@@ -33,6 +33,11 @@ def restore(state: TrainState) -> None:
     if state.plan.resume_from is None:
         return
     folder = Path(state.plan.resume_from)
+    if state.engine.global_steps:
+        why = (
+            f"this engine has trained {state.engine.global_steps} steps, and at stage 3 DeepSpeed cannot load over that"
+        )
+        raise UserError(Problem("checkpoint", str(folder), why, "end this process and continue with recipe=resume"))
     saved = manifest.read(folder)
     if saved is None:
         raise UserError(Problem("checkpoint", str(folder), "it has no manifest", "choose an older one"))

@@ -24,7 +24,7 @@ from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_json, write_text
 from recipes.shared.checkpoint import background, manifest
-from recipes.shared.distributed import barrier, say
+from recipes.shared.distributed import barrier, meet, say
 from recipes.shared.groups import group_names
 from recipes.shared.state import TrainState
 
@@ -39,6 +39,7 @@ def save(state: TrainState, recorded: dict[str, Any], wait: bool = True) -> Path
     may be written in the background where the plan allows it; the one before always is committed.
     """
     run, final = state.run, state.run.checkpoint(state.step)
+    meet(state.ranks, "save", state.plan.config.watch.stall_s / 2)
     finish(state)
     say(run, f"saving {final.name}")
     staging = _staging_folder(state)
