@@ -7,12 +7,13 @@ Must never leave anything behind: the file that shows whether folders are shared
 from __future__ import annotations
 
 import contextlib
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import render
-from launcher.cluster.preflight import FAIL, WARN, Finding, judge, request
+from launcher.cluster.preflight import FAIL, WARN, Finding, judge, request, room_needed
 from launcher.errors import EXIT_PREFLIGHT, Problem, UserError
 from launcher.onhost import probe
 from launcher.plan import Plan
@@ -28,6 +29,7 @@ def preflight(plan: Plan, run: RunDir, address: str | None, port: int) -> list[F
     with _token(existing_parent(run.path)) as (file, token):
         requests = [request(plan, host, run, file, address, port) for host in hosts]
         here = {name: look(requests[0]) for name, look in probe.LOOKS.items() if name in ("versions", "code", "gpus")}
+        here["checkpoints"] = len(run.checkpoint_names())
         names = [host.name for host in hosts]
         reach = Reach(plan.config.cluster, plan.cluster.local)
         answers = run_script(reach, names, PROBE, requests, plan.config.check.timeout_s, answers=2)
@@ -38,6 +40,20 @@ def before_launch(plan: Plan, run: RunDir, address: str | None, port: int) -> No
     """Preflight, and `refuse_failed` of what it found."""
     render.note(f"preflight of {len(plan.cluster.hosts)} hosts")
     refuse_failed(preflight(plan, run, address, port))
+
+
+def refuse_small_disk(plan: Plan, run: RunDir) -> None:
+    """The part of a preflight that a run on this machine alone needs: raises UserError when a disk is too small."""
+    problems = []
+    for path, needed in room_needed(plan, len(run.checkpoint_names())).items():
+        folder = existing_parent(Path(path) if path else run.path)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            got = f"{free / 1e9:.3f} GB free of {needed / 1e9:.3f} GB that are needed"
+            where = "the disk of offload's nvme_path" if path else "the disk of run.dir"
+            problems.append(Problem(where, got, f"the run would end at a full {folder}", "make room, or keep less"))
+    if problems:
+        raise UserError(*problems, code=EXIT_PREFLIGHT)
 
 
 def refuse_failed(findings: list[Finding]) -> None:

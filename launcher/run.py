@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import compose, env, render
-from launcher.check import before_launch, preflight, refuse_failed
+from launcher.check import before_launch, preflight, refuse_failed, refuse_small_disk
 from launcher.cluster.filters import spec
 from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
 from launcher.command import (
@@ -122,6 +122,8 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         check_writable(run.path)
     if not plan.cluster.local and plan.config.cluster.preflight:
         before_launch(plan, run, *_rendezvous(plan))
+    elif plan.cluster.local:
+        refuse_small_disk(plan, run)
     _prepare_data(plan)
     _build_operators(plan)
     attempt = _write_run_folder(run, plan, overrides, sources)

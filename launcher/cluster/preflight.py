@@ -200,7 +200,7 @@ def code(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) ->
 
 def folders(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
     found: Found = []
-    needed = room_needed(plan)
+    needed = room_needed(plan, here["checkpoints"])
     for path, state in facts["folders"].items():
         if not state["exists"]:
             found.append((FAIL, f"{path}: missing", "the run writes there", "create it, or mount it there"))
@@ -215,8 +215,11 @@ def folders(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any])
     return found
 
 
-def room_needed(plan: Plan) -> dict[str, int]:
-    """{folder: bytes}: checkpoints in the run's ("" stands for it), offloaded state of a host on NVMe."""
+def room_needed(plan: Plan, there: int) -> dict[str, int]:
+    """{folder: bytes}: checkpoints in the run's ("" stands for it), offloaded state of a host on NVMe.
+
+    `there`: checkpoints that the run has already, which give way to new ones.
+    """
     one = plan.estimate.checkpoint_bytes or 0
     keep, every, steps = plan.config.checkpoint.keep, plan.config.checkpoint.every, plan.config.run.steps
     written = 1 + (steps // every if every else 0)
@@ -224,7 +227,7 @@ def room_needed(plan: Plan) -> dict[str, int]:
     for_good = plan.config.checkpoint.keep_every
     if keep and every and for_good:
         kept = min(written, kept + steps // math.lcm(every, for_good))
-    needed = {"": one * kept}
+    needed = {"": one * max(kept - there, 1)}
     zero = plan.deepspeed.get("zero_optimization", {})
     per_rank = {"optimizer": ("master", "moments", "gradients"), "param": ("weights",)}
     slots = max(len(host.slots) for host in plan.cluster.hosts)

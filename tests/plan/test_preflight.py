@@ -50,6 +50,7 @@ FINE: dict[str, Any] = {
 }
 
 Change = Callable[[dict[str, Any]], None]
+HERE = {name: FINE[name] for name in ("versions", "code", "gpus")} | {"checkpoints": 0}
 
 
 def answers(plan: Plan, change: Change | None = None, **fields: Any) -> list[Answer]:
@@ -66,8 +67,7 @@ def answers(plan: Plan, change: Change | None = None, **fields: Any) -> list[Ans
 
 def findings(plan: Plan, change: Change | None = None, **fields: Any) -> list[Finding]:
     """What is not ok about those hosts."""
-    here = {name: FINE[name] for name in ("versions", "code", "gpus")}
-    return [finding for finding in judge(plan, here, answers(plan, change, **fields), TOKEN) if finding.status != OK]
+    return [finding for finding in judge(plan, HERE, answers(plan, change, **fields), TOKEN) if finding.status != OK]
 
 
 def assign(path: str, value: Any) -> Change:
@@ -89,7 +89,7 @@ def gpus(two_hosts: tuple[str, ...]) -> Plan:
 
 def test_hosts_that_are_fine_have_nothing_found(gpus: Plan) -> None:
     assert findings(gpus) == []
-    everything = judge(gpus, {name: FINE[name] for name in ("versions", "code", "gpus")}, answers(gpus), TOKEN)
+    everything = judge(gpus, HERE, answers(gpus), TOKEN)
     assert not failed(everything)
     assert {finding.host for finding in everything} == {"alpha", "beta"}
 
@@ -202,12 +202,11 @@ def test_on_cpu_a_name_that_leads_to_loopback_is_found(two_hosts: tuple[str, ...
 
 def test_two_names_of_one_machine_are_found(gpus: Plan) -> None:
     """deepspeedai/DeepSpeed#2626: aliases pass a look at the file and oversubscribe the GPUs."""
-    here = {name: FINE[name] for name in ("versions", "code", "gpus")}
     twice = answers(gpus, assign("identity.machine", "m1"))
-    assert not failed(judge(gpus, here, twice, TOKEN))
+    assert not failed(judge(gpus, HERE, twice, TOKEN))
     assert twice[0].facts is not None
     twice[0].facts["identity"]["machine"] = "m1"
-    [finding] = [finding for finding in judge(gpus, here, twice, TOKEN) if finding.status != OK]
+    [finding] = [finding for finding in judge(gpus, HERE, twice, TOKEN) if finding.status != OK]
     assert (finding.host, finding.check, finding.got) == ("beta", "own_machine", "the same machine as alpha")
 
 
@@ -233,5 +232,5 @@ def test_the_probe_looks_at_this_machine_and_leaves_nothing(tmp_path: Path) -> N
     assert facts["folders"][str(tmp_path)]["writable"] is True
     assert facts["versions"]["deepspeed"] == "0.19.8" and len(facts["code"]) == 16
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
-    found = judge(plan, facts, [Answer(plan.cluster.hosts[0].name, facts, "", 0.0, 0.1)], TOKEN)
+    found = judge(plan, facts | {"checkpoints": 0}, [Answer(plan.cluster.hosts[0].name, facts, "", 0.0, 0.1)], TOKEN)
     assert [finding for finding in found if finding.status == FAIL and finding.check != "operators"] == []

@@ -93,11 +93,15 @@ class Engines:
         case = {"steps": steps, "ask": list(ask), "save": str(save or ""), "load": str(load or "")}
         return self.call("__main__:train", plan.world_size, slots, plan=plan.to_json(), **case)
 
-    def run_recipe(self, plan: Plan, run: Path, resaved: Path | None = None) -> None:
-        """Runs the plan's recipe in `run` as workers do; what it restores it also saves in the run folder `resaved`."""
+    def run_recipe(self, plan: Plan, run: Path, resaved: Path | None = None, unchecked_room: bool = False) -> None:
+        """Runs the plan's recipe in `run` as workers do; what it restores it also saves in the run folder `resaved`.
+
+        `unchecked_room`: saves begin whatever is free. Raises AssertionError with the first failing rank's error.
+        """
         for folder in filter(None, (run, resaved)):
             RunDir(folder).create()
         case = {"plan": plan.to_json(), "run_dir": str(run), "resaved": str(resaved or "")}
+        case["unchecked_room"] = unchecked_room
         answer = self.call("__main__:run_recipe", plan.world_size, **case)
         assert "error" not in answer, answer["error"] + answer["log"]
 

@@ -24,6 +24,7 @@ from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_json, write_text
 from recipes.shared.checkpoint import background, manifest
+from recipes.shared.checkpoint.room import refuse_without_room
 from recipes.shared.distributed import barrier, meet, say
 from recipes.shared.groups import group_names
 from recipes.shared.state import TrainState
@@ -41,6 +42,7 @@ def save(state: TrainState, recorded: dict[str, Any], wait: bool = True) -> Path
     run, final = state.run, state.run.checkpoint(state.step)
     meet(state.ranks, "save", state.plan.config.watch.stall_s / 2)
     finish(state)
+    refuse_without_room(state.plan, run, state.ranks)
     say(run, f"saving {final.name}")
     staging = _staging_folder(state)
     with _undone_on_failure(state, staging, final):
