@@ -7,7 +7,6 @@ Must never build a model or read data: distributed comes before both.
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from deepspeed.accelerator import get_accelerator
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from launcher.rundir import RunDir, write_json
-
-_MEETINGS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def meet(ranks: Ranks, what: str, timeout_s: float) -> None:
     Through the store at which the ranks first met: a collective would hang, and NCCL's could not be left.
     """
     store = dist.distributed_c10d._get_default_store()
-    number = next(_MEETINGS)
+    number = store.add(f"zerolaunch/meetings/{ranks.rank}", 1)
     keys = [f"zerolaunch/meet/{number}/{rank}" for rank in range(ranks.world_size)]
     store.set(keys[ranks.rank], what)
     try:
