@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ LAUNCHES = [command for command in COMMANDS if command.startswith(("python launc
 def test_the_readme_has_the_commands_this_file_knows() -> None:
     others = [command for command in COMMANDS if command not in LAUNCHES]
     assert others == ["bash scripts/test"]
-    assert len(LAUNCHES) == 9
+    assert len(LAUNCHES) == 14
 
 
 @pytest.mark.parametrize("command", {" ".join(shlex.split(command)[2:]): command for command in LAUNCHES}.values())
@@ -32,14 +33,23 @@ def test_readme_command_works(runs: Runs, tmp_path: Path, command: str) -> None:
     if {"cluster=hostfile", "cluster=slurm"} & set(arguments):
         arguments = [word for word in arguments if word != "mode=check"] + ["mode=plan"]
     elif "mode=plan" not in arguments:
-        finished = runs.get("run.steps=2", "schedule=constant")
+        finished = tmp_path / "X"
+        shutil.copytree(runs.get("run.steps=2", "schedule=constant"), finished)
         short = ["run.steps=3", "schedule=constant"]
         if any(argument.startswith("recipe=export") for argument in arguments):
             short = [f"export.dir={tmp_path / 'export'}"]
         elif not any(argument.startswith("recipe=") for argument in arguments):
             short = [*SMALL, *short, f"run.root={tmp_path}"]
-        arguments = [f"run.dir={finished}" if word == "run.dir=runs/X" else word for word in arguments] + short
-        arguments = [word for word in arguments if word != "run.steps=400"]
+        if "model=hf" in arguments:  # it has the configuration of the run that stands for the folder
+            short = [word for word in short if not word.startswith("model.")]
+        theirs = {
+            "run.dir=runs/X": f"run.dir={finished}",
+            "model.init_from=/models/Qwen2.5-0.5B": f"model.init_from={finished}",
+            "export.source=/old/checkpoint-500": f"export.source={finished / 'checkpoints'}",
+            "export.step=500": "export.step=2",
+        }
+        arguments = [theirs.get(word, word) for word in arguments]
+        arguments = [word for word in arguments if word not in ("run.steps=400", "export.dir=out")] + short
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch.py"), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
