@@ -275,13 +275,16 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
         attempt = 2 + len(list(run.history.glob("*"))) if run.history.exists() else 2
         kept = run.attempt(attempt - 1)
         kept.mkdir(parents=True)
-        for path in (run.plan, run.config, run.overrides, run.ds_config, run.effective, run.provenance, run.summary):
+        for path in (run.plan, run.config, run.overrides, run.ds_config, run.provenance):
+            if path.exists():  # they stay until they are replaced: killed in between, this is still a run
+                shutil.copyfile(path, kept / path.name)
+        for path in (run.effective, run.summary):
             if path.exists():
                 os.replace(path, kept / path.name)
         run.reset_control()
         _drop_later_metrics(run, Path(plan.resume_from).name, kept)
-    run.config.write_text(compose.composed_yaml(plan.config), encoding="utf-8")
-    run.overrides.write_text("".join(f"{text}\n" for text in overrides), encoding="utf-8")
+    write_text(run.config, compose.composed_yaml(plan.config))
+    write_text(run.overrides, "".join(f"{text}\n" for text in overrides))
     write_json(run.ds_config, plan.deepspeed)
     write_json(run.provenance, _provenance(attempt) | {"sources": sources})
     if not plan.cluster.local:
