@@ -27,6 +27,7 @@ from launcher.describe import Known, describe
 from launcher.ds_file import Folded, contradictions, located
 from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
 from launcher.explain import explain
+from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
 from launcher.plan import Plan, build_plan, read_plan
 from launcher.resume import changed_layout, changed_options, rebatched
@@ -130,6 +131,8 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
             render.notes(replaced)  # they say why a key stands where it is refused
         raise UserError(*located(request.folded, error.problems), code=error.code) from None
     if recipe == "resume":
+        if plan.config.mode == "train":
+            end_last_attempt(old)
         checkpoint = run.newest_checkpoint(old)
         plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
         raise_if(changed_layout(plan, checkpoint["manifest"]))

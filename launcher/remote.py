@@ -1,6 +1,6 @@
 """Runs a script of ours on many hosts at once, over ssh or srun, and brings its answers back.
 
-Called by `launcher.check` and `launcher.run`; with them and `supervise` the only starter of processes.
+Called by `launcher.check`, `run` and `leftovers`; with `run` and `supervise` the only starter of processes.
 Must never send more than one constant line through a remote shell: script and request travel on stdin.
 """
 

@@ -36,7 +36,8 @@ from launcher.command import (
     operators_command,
 )
 from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, UserError, raise_if
-from launcher.onhost import end, secrets
+from launcher.leftovers import end_on_hosts
+from launcher.onhost import secrets
 from launcher.plan import Plan, build_plan, installed_versions
 from launcher.remote import Reach, run_script
 from launcher.resume import changed_layout, rebatched
@@ -47,7 +48,6 @@ from launcher.rundir import (
     drop_shared_memory,
     existing_parent,
     read_json,
-    shared_memory_of,
     try_write,
     write_json,
     write_text,
@@ -55,9 +55,8 @@ from launcher.rundir import (
 from launcher.schema import RecipeSection, RunConfig
 from launcher.supervise import Ending, Job, supervise
 
-END, SECRETS = Path(end.__file__), Path(secrets.__file__)
+SECRETS = Path(secrets.__file__)
 RESTARTED = ("killed", "peer", "stall", "launcher")  # kinds of failure that another attempt may not meet
-END_TIMEOUT_S = 8.0
 COLLECTIVE_LIMIT_S = 180.0  # starting Python with torch on every host takes most of it
 
 
@@ -259,13 +258,16 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
         attempt = 2 + len(list(run.history.glob("*"))) if run.history.exists() else 2
         kept = run.attempt(attempt - 1)
         kept.mkdir(parents=True)
-        for path in (run.plan, run.config, run.overrides, run.ds_config, run.effective, run.provenance, run.summary):
+        for path in (run.plan, run.config, run.overrides, run.ds_config, run.provenance):
+            if path.exists():  # they stay until they are replaced: killed in between, this is still a run
+                shutil.copyfile(path, kept / path.name)
+        for path in (run.effective, run.summary):
             if path.exists():
                 os.replace(path, kept / path.name)
         run.reset_control()
         _drop_later_metrics(run, Path(plan.resume_from).name, kept)
-    run.config.write_text(compose.composed_yaml(plan.config), encoding="utf-8")
-    run.overrides.write_text("".join(f"{text}\n" for text in overrides), encoding="utf-8")
+    write_text(run.config, compose.composed_yaml(plan.config))
+    write_text(run.overrides, "".join(f"{text}\n" for text in overrides))
     write_json(run.ds_config, plan.deepspeed)
     write_json(run.provenance, _provenance(attempt) | {"sources": sources})
     if not plan.cluster.local:
@@ -349,7 +351,7 @@ def _execute(
         plan.cluster.rank_hosts(),
         local,
         plan.config.watch,
-        lambda: _end_on_hosts(run, plan, port),
+        lambda: {} if local else end_on_hosts(run, plan, port),
         limit_s,
     )
     try:
@@ -390,20 +392,6 @@ def _secrets_on_hosts(run: RunDir, plan: Plan) -> Iterator[None]:
     ]
     raise_if(lost, EXIT_PREFLIGHT)
     yield
-
-
-def _end_on_hosts(run: RunDir, plan: Plan, port: int) -> dict[str, str]:
-    """Kills what is left of the run on every host; returns {host: error} of those that did not answer."""
-    if plan.cluster.local:
-        return {}
-    request = {
-        "plan": str(run.plan),
-        "leftovers": [shared_memory_of(port), f"{run.secrets(0).parent}/{run.secret_mark}*"],
-    }
-    names = [host.name for host in plan.cluster.hosts]
-    reach = Reach(plan.config.cluster, False)
-    answers = run_script(reach, names, END, [request] * len(names), END_TIMEOUT_S, answers=1)
-    return {answer.host: answer.error for answer in answers if answer.facts is None}
 
 
 def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None, list[Finding]]:

@@ -192,7 +192,12 @@ def check_writable(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces `path` by pretty JSON of `value`, atomically: a reader sees the old or the new file."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """`value` as pretty JSON, as every file of a run folder holds it."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -227,10 +232,10 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`, or None when there is no such (complete) file."""
+    """The JSON value in `path`, or None when there is no such (complete, undamaged) file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # no JSON, or no UTF-8
         return None
 
 

@@ -51,7 +51,7 @@ class Watchdog:
             return
         self.beaten = time.monotonic()
         self.beats += 1
-        sign = {"pid": os.getpid(), "started": _start_time(), "beat": self.beats}
+        sign = {"pid": os.getpid(), "started": start_time(os.getpid()), "beat": self.beats}
         try_write(overwrite, self.run.launcher_beat, json.dumps(sign))
 
     def stall(self) -> Failure | None:
@@ -105,6 +105,15 @@ class Watchdog:
 
     def _limit(self) -> float:
         return self.section.stall_s * (1 if self.stepped else START_FACTOR)
+
+
+def start_time(pid: int) -> str | None:
+    """When process `pid` of this machine was started, in clock ticks since boot; None when there is no live one."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def slow_hosts(seconds: list[float], rank_hosts: list[str]) -> str:
@@ -202,7 +211,3 @@ def _stack(path: Path) -> str:
     except OSError:
         return ""
     return next((part for part in parts if "worker.py" in part and part.rstrip().endswith("<module>")), "")
-
-
-def _start_time() -> str:
-    return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]

@@ -66,7 +66,7 @@ def run_to_end(argv: list[str], log: Path, environment: dict[str, str], watch: P
             seen = _rank_environment(process, watch) if watch is not None else None
             code = process.wait(TIMEOUT_S)
         except BaseException:
-            _kill_tree(process)
+            kill_tree(process)
             raise
         seconds = time.perf_counter() - clock
     if code:
@@ -79,7 +79,7 @@ def _rank_environment(process: subprocess.Popen[bytes], script: Path) -> dict[st
     """Environment of the descendant that runs `script` as rank 0; None when `process` ended before there was one."""
     top = psutil.Process(process.pid)
     while process.poll() is None:
-        for child in _descendants(top):
+        for child in descendants(top):
             with contextlib.suppress(psutil.Error):
                 if str(script) in child.cmdline() and (found := child.environ()).get("RANK") == "0":
                     return dict(found)
@@ -87,16 +87,18 @@ def _rank_environment(process: subprocess.Popen[bytes], script: Path) -> dict[st
     return None
 
 
-def _descendants(top: psutil.Process) -> list[psutil.Process]:
+def descendants(top: psutil.Process) -> list[psutil.Process]:
+    """Processes below `top`, at any depth."""
     try:
         return list(top.children(recursive=True))
     except psutil.Error:
         return []
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the process and all below it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        victims = _descendants(psutil.Process(process.pid))
+        victims = descendants(psutil.Process(process.pid))
         for victim in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()

@@ -196,7 +196,9 @@ def test_written_files_are_utf8_and_readable_by_others(tmp_path: Path) -> None:
         write_json(tmp_path / "y.json", float("nan"))
 
 
-def test_reading_a_missing_or_half_written_file_gives_nothing(tmp_path: Path) -> None:
+def test_reading_a_missing_half_written_or_damaged_file_gives_nothing(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"step": 1')
+    (tmp_path / "damaged.json").write_bytes(b'{"step\xa2: 1}')
     assert read_json(tmp_path / "none.json") is None
     assert read_json(tmp_path / "half.json") is None
+    assert read_json(tmp_path / "damaged.json") is None

@@ -6,12 +6,17 @@ The loop and start benches share how they train both sides; real training is sta
 from __future__ import annotations
 
 import json
+import math
+import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+
+from launcher.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 # One rank, and an optimizer that needs no compiled operator: what remains is starting Python.
@@ -138,6 +143,38 @@ def test_torch_in_the_process_that_plans_is_refused(sides: Any, tmp_path: Path) 
         refuse_heavy_imports([str(script)])
 
 
+def test_kill_bench_misses_its_bounds_on_a_late_loss_a_half_checkpoint_and_a_curve_that_differs(tmp_path: Path) -> None:
+    from benches.kill import Ordeal, rows
+    from benches.lives import Death
+
+    def ordeal(difference: str | None, wrong: list[str], *deaths: Death) -> Ordeal:
+        made = Ordeal([], RunDir(tmp_path), tmp_path, random.Random(1))
+        made.lives = [SimpleNamespace(deaths=deaths, wrong_choices=wrong, difference=lambda: difference)]
+        return made
+
+    good = ordeal(None, [], Death("rank 1", 8, 8, 4), Death("everything", None, 11, 8))
+    assert [row.holds for row in rows([good], [good], kills=4)] == [True] * 6
+    late = ordeal(None, [], Death("rank 1", 8, 9, 4), Death("everything", None, 10, 8))
+    assert [row.holds for row in rows([late], [late], kills=4)] == [True, True, True, True, False, True]
+    bad = ordeal("step 9", ["step_00000004: half"], Death("everything", None, 17, 8))
+    assert [row.holds for row in rows([bad], [bad], kills=4)] == [False] * 6
+
+
+def test_one_bit_in_a_joined_curve_is_a_difference_and_a_time_is_none(tmp_path: Path) -> None:
+    from benches.lives import Lives
+
+    record = {"step": 1, "loss": 4.0, "lr": 0.0, "grad_norm": 1.0, "step_s": 0.1}
+    place = SimpleNamespace(run=RunDir(tmp_path / "here"), reference=RunDir(tmp_path / "there"))
+    for run, changed in ((place.reference, {}), (place.run, {"step_s": 0.2})):
+        run.path.mkdir()
+        run.metrics.write_text(json.dumps(record | changed) + "\n")
+    assert Lives.difference(place) is None
+    place.run.metrics.write_text(json.dumps(record | {"loss": math.nextafter(4.0, 5.0)}) + "\n")
+    assert "4.000000000000001" in Lives.difference(place)
+    place.run.metrics.write_text("")
+    assert Lives.difference(place) == "0 records instead of 1"
+
+
 def test_unknown_bench_lists_those_there_are() -> None:
     done = bench("nothing")
     assert done.returncode == 2
@@ -152,6 +189,7 @@ def test_unknown_bench_lists_those_there_are() -> None:
         (["loop", "pairs=0"], "pairs is at least 1"),
         (["loop", "quick"], "'quick' is no key=value; its own options: pairs, steps, skip"),
         (["loop", "steps=5", "skip=5"], "of 5 steps, 5 cannot be left out"),
+        (["kill", "kills=3"], "kills is at least 4"),
         (["start", "zero=stage9"], "launch.py refuses this request"),
     ],
 )

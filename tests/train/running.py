@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock
+
+from benches.life import last_step as last_step
+from benches.life import processes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -100,29 +102,6 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 120) -> Any:
             return value
         time.sleep(0.01)
     raise AssertionError(f"still not true after {timeout_s} s: {condition}")
-
-
-def last_step(run: Path) -> int:
-    """Newest step in metrics.jsonl, 0 before the first; tolerates a line that is being written."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        if line.endswith("}"):
-            return int(json.loads(line)["step"])
-    return 0
-
-
-def processes_of(run: Path) -> list[psutil.Process]:
-    """Live processes whose command line names a file of this run."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
-            str(run) in word for word in process.info["cmdline"] or ()
-        ):
-            found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
 
 
 def kill_everything(run: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.reader import open_checkpoint, open_optimizer
 from tests.train.running import Runs, launch, losses, steps
 
@@ -108,10 +109,10 @@ def test_the_batch_keeps_its_size_and_says_so_when_it_cannot(runs: Runs, tmp_pat
 def test_a_model_that_computes_something_else_is_not_trained(runs: Runs, tmp_path: Path) -> None:
     """The loss on the checkpoint's fixed batch is computed again after the load."""
     run = copied(source(runs, 2, "stage2"), tmp_path / "run")
-    path = run / "checkpoints" / "step_00000010" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert manifest["fixed_batch_loss"] > 0
-    path.write_text(json.dumps(manifest | {"fixed_batch_loss": manifest["fixed_batch_loss"] * 1.001}))
+    folder = run / "checkpoints" / "step_00000010"
+    saved = manifest.read(folder)
+    assert saved["fixed_batch_loss"] > 0
+    manifest.write(folder, saved | {"fixed_batch_loss": saved["fixed_batch_loss"] * 1.001})
     done = launch("recipe=resume", f"run.dir={run}")
     assert done.returncode == 5
     assert "on the fixed batch the loss is" in done.stderr

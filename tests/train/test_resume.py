@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
+from launcher.rundir import shared_memory_of
 from tests.train.running import (
     SMALL,
     Runs,
@@ -128,6 +133,32 @@ def test_no_process_and_no_shared_memory_is_left_behind(runs: Runs) -> None:
     assert launch(*SMALL, "run.steps=1", "cluster.master_port=29871", f"run.dir={run}").returncode == 0
     assert not list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29871_*"))
     assert not processes_of(run)
+
+
+def test_a_run_at_work_is_refused_and_what_outlived_its_launcher_is_ended(runs: Runs) -> None:
+    """Two attempts in one folder lose each other's records: the ranks of the first are stopped, and cannot leave."""
+    whole = runs.get(*overrides("true", "stage2", "none"))
+    run = runs.new()
+    process = start(*SMALL, *overrides("true", "stage2", "none"), f"run.dir={run}")
+    wait_until(lambda: last_step(run) >= 3 or process.poll() is not None)
+    ranks = [json.loads((run / "control" / f"pid.rank{rank}.json").read_text())["pid"] for rank in (0, 1)]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    before = {path: path.read_bytes() for path in (run / "plan.json", run / "metrics.jsonl")}
+    done = launch("recipe=resume", f"run.dir={run}")
+    assert done.returncode == 2 and f"its launcher is at work (process {process.pid} " in done.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    port = json.loads((run / "control" / "rendezvous.json").read_text())["MASTER_PORT"]
+    assert glob.glob(shared_memory_of(port))
+    process.kill()
+    process.wait()
+    left = processes_of(run)
+    assert set(ranks) < {part.pid for part in left}
+    done = launch("recipe=resume", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(run) == losses(whole) and len(losses(run)) == 20
+    assert not any(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in left)
+    assert not glob.glob(shared_memory_of(port))
 
 
 def test_resume_refuses_a_layout_that_a_checkpoint_cannot_take_by_name(runs: Runs, tmp_path: Path) -> None:

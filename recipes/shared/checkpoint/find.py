@@ -30,14 +30,11 @@ def newest(run: RunDir) -> Path:
                 print(f"· passed over {line}", file=sys.stderr)
             return folder
         rejected.append(f"{folder.name}: {problem}")
-    raise UserError(
-        Problem(
-            "run.dir",
-            str(run.path),
-            "it holds no whole checkpoint" + "".join(f"; {line}" for line in rejected),
-            "start a new run: nothing was saved that could be continued or exported",
-        )
-    )
+    why = "it holds no whole checkpoint" + "".join(f"; {line}" for line in rejected)
+    fix = "start a new run: nothing was saved that could be continued or exported"
+    if rejected:
+        fix = "put back what is missing: this host must see the files of all ranks; or start a new run"
+    raise UserError(Problem("run.dir", str(run.path), why, fix))
 
 
 def whole(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, with sizes and checksums. Torch-free.
+"""The manifest of a checkpoint: what it holds, with sizes and checksums, its own among them. Torch-free.
 
 Written last by `save`; read by `find` to tell a whole checkpoint from a broken one, and by `load` and export.
 Must never be trusted without its files: `problem_of` compares every one.
@@ -6,18 +6,23 @@ Must never be trusted without its files: `problem_of` compares every one.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from launcher.plan import Plan
-from launcher.rundir import STEP_PREFIX, read_json
+from launcher.rundir import STEP_PREFIX, json_text, write_text
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_OWN = "own_xxh3_128"  # of the manifest's own text, with nothing in this place
 _CHUNK = 8 * 2**20
+_OF_RANK = re.compile(r"(?:zero_pp_rank_|rng_rank)(\d+)")  # in names of files that one rank wrote
+_NAMED = 5  # of many missing files or ranks, so many are named
 
 
 def digest(path: Path, sync: bool = False) -> dict[str, Any]:
@@ -32,10 +37,23 @@ def digest(path: Path, sync: bool = False) -> dict[str, Any]:
     return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Writes the manifest, atomically and synced, with a checksum of itself."""
+    text = json_text(content | {_OWN: ""})
+    write_text(folder / NAME, text.replace(f'"{_OWN}": ""', f'"{_OWN}": "{_digest_of(text)}"'))
+
+
 def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest in a checkpoint folder, or None when there is none that can be read."""
-    value = read_json(folder / NAME)
-    return value if isinstance(value, dict) and value.get("format") == FORMAT else None
+    """The manifest in a checkpoint folder, or None when there is none, or not the one that was written."""
+    try:
+        text = (folder / NAME).read_bytes().decode()
+        value = json.loads(text)
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        return None
+    own = value.pop(_OWN, None)
+    return value if own == _digest_of(text.replace(f'"{_OWN}": "{own}"', f'"{_OWN}": ""')) else None
 
 
 def layout(manifest: dict[str, Any]) -> tuple[Any, ...]:
@@ -54,14 +72,19 @@ def problem_of(folder: Path) -> str | None:
     """Why `folder` is not a whole checkpoint; None when every file is there and equal to what was saved."""
     manifest = read(folder)
     if manifest is None:
-        return "it has no readable manifest (the save did not end)"
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-    for name, expected in manifest["files"].items():
+        there = (folder / NAME).exists()
+        return f"{NAME} differs from what was saved" if there else f"{NAME} is missing: the save did not end"
+    files = manifest["files"]
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        ranks = sorted({int(found[1]) for name in missing if (found := _OF_RANK.search(name))})
+        whose = f", of rank{'s' * (len(ranks) > 1)} {_some(ranks)}" if ranks else ""
+        return f"{len(missing)} of {len(files)} files missing{whose}: {_some(missing)}"
+    for name, expected in files.items():
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+    for name, expected in files.items():
         if digest(folder / name)["xxh3_128"] != expected["xxh3_128"]:
             return f"{name} differs from what was saved (checksum)"
     return None
@@ -80,3 +103,13 @@ def steps(checkpoints: Path) -> list[Path]:
         if path.is_dir() and path.name.removeprefix(STEP_PREFIX).isdecimal()
     ]
     return sorted(found, key=step_of, reverse=True)
+
+
+def _digest_of(text: str) -> str:
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def _some(values: list[Any]) -> str:
+    """The first few, and how many more there are."""
+    more = len(values) - _NAMED
+    return ", ".join(map(str, values[:_NAMED])) + (f" and {more} more" if more > 0 else "")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
-from launcher.rundir import RunDir, write_json, write_text
+from launcher.rundir import RunDir, write_text
 from recipes.shared.checkpoint import background, manifest
 from recipes.shared.checkpoint.room import refuse_without_room
 from recipes.shared.distributed import barrier, meet, say
@@ -97,7 +97,7 @@ def _write(state: TrainState, staging: Path, final: Path, described: dict[str, A
     barrier()
     files = _digests(staging / final.name, state)
     if state.ranks.is_main:
-        write_json(staging / final.name / manifest.NAME, described | {"files": files})
+        manifest.write(staging / final.name, described | {"files": files})
         _commit(state.run, staging, final)
         _retain(state, final)
     barrier()
@@ -117,7 +117,7 @@ def _write_in_background(state: TrainState, staging: Path, final: Path, describe
         background.write_part(staging, final.name, rank, snapshots)
         if main:
             files = background.gather_parts(staging, world_size)
-            write_json(staging / final.name / manifest.NAME, described | {"files": files})
+            manifest.write(staging / final.name, described | {"files": files})
             _commit(state.run, staging, final)
             _retain(state, final)
 
