@@ -148,7 +148,7 @@ class CheckpointSection:
     keep: int
     """Newest checkpoints kept; 0: all."""
     background: bool
-    """Copy a checkpoint to host memory and write it while training goes on (also spelled checkpoint.async)."""
+    """Copy a checkpoint to host memory, kept for the next, and write it while training goes on (checkpoint.async)."""
     keep_every: int
     """Checkpoints of steps that this divides are kept for good; 0: none."""
 

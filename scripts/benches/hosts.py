@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benches.group import rank_command
 from benches.report import Row, ratios
 from benches.request import BenchError, Request
-from benches.sides import Sides, free_port
+from benches.sides import BARE, Sides
 from benches.timing import Ran, in_turn, run_to_end
-from launcher.command import ROOT, deepspeed_command, hostfile_text
+from launcher.command import ROOT, hostfile_text
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 
@@ -65,14 +66,13 @@ class HostSides(Sides):
         if len(plan.cluster.hosts) != 2:
             raise BenchError("this bench makes its two hosts itself")
 
-    def bare_command(self, place: RunDir) -> list[str]:
+    def bare_command(self, place: RunDir, request: Path) -> list[str]:
         """DeepSpeed's own way to hand variables to other hosts is a file in the working folder."""
         place.control.mkdir()
         place.hostfile.write_text(hostfile_text(self.plan))
         variables = self.plan.env | {"PATH": self.environment["PATH"]}
         (place.path / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
-        command = deepspeed_command(self.plan, place, free_port(), self.address)
-        return ["env", "--chdir", str(place.path), *command]
+        return ["env", "--chdir", str(place.path), *rank_command(self.plan, place, BARE, request, self.address)]
 
     def preflight(self) -> float:
         """Seconds of `mode=check` without the collective, its own start included."""

@@ -21,6 +21,7 @@ import psutil
 from launcher.plan import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benches.group import ask_plan, rank_command, rank_environment
 from benches.request import BenchError, with_defaults
 from benches.timing import Ran, base_environment, run_to_end
-from launcher.command import ROOT, WORKER, deepspeed_command
+from launcher.command import ROOT, WORKER
 from launcher.errors import UserError, format_problems
 from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
@@ -58,7 +57,7 @@ class Sides:
         self.overrides = [*with_defaults(DEFAULTS, overrides), *own]
         self.skip, self.folder = skip, folder
         self.environment = base_environment()
-        self.plan = self._ask_plan()
+        self.plan = ask_plan(self.overrides, self.environment)
         self.check_cluster(self.plan)
         data = self.plan.config.data
         try:
@@ -72,9 +71,9 @@ class Sides:
         if not plan.cluster.local:
             raise BenchError("the two sides are compared on one host: cluster=local")
 
-    def bare_command(self, place: RunDir) -> list[str]:
-        """What launch.py would start for the plan in `place`."""
-        return deepspeed_command(self.plan, place, free_port(), None)
+    def bare_command(self, place: RunDir, request: Path) -> list[str]:
+        """The bare loop, with `request`, on the ranks of the plan in `place`."""
+        return rank_command(self.plan, place, BARE, request)
 
     def ours(self) -> Trained:
         """Trains with launch.py."""
@@ -97,9 +96,7 @@ class Sides:
         plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
         content = {"plan": str(plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
         request.write_text(json.dumps(content), encoding="utf-8")
-        command = self.bare_command(RunDir(place))
-        assert command[-2] == str(WORKER), command
-        ran = self._run("bare", [*command[:-2], str(BARE), str(request)])
+        ran = self._run("bare", self.bare_command(RunDir(place), request))
         found = json.loads(result.read_text(encoding="utf-8"))
         seconds = found["step_ends"][-1] - found["step_ends"][self.skip - 1]
         shutil.rmtree(place)
@@ -124,26 +121,11 @@ class Sides:
     def _run(self, side: str, argv: list[str]) -> Ran:
         """One run; at a side's first, rank 0's environment is noted."""
         watch = (WORKER if side == "ours" else BARE) if side not in self.rank_environments else None
-        environment = self.environment if side == "ours" else self._bare_environment()
+        environment = self.environment if side == "ours" else rank_environment(self.plan, self.environment)
         ran = run_to_end(argv, self.folder / f"{side}.log", environment, watch)
         if watch is not None:
             self.rank_environments[side] = ran.rank_environment
         return ran
-
-    def _bare_environment(self) -> dict[str, str]:
-        """What launch.py gives to DeepSpeed's launcher; `check_same` finds out when this is no longer so."""
-        inherited = {name: value for name, value in self.environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-        return inherited | self.plan.env
-
-    def _ask_plan(self) -> Plan:
-        argv = [sys.executable, str(ROOT / "launch.py"), "mode=plan", "plan.format=json", *self.overrides]
-        answer = subprocess.run(argv, env=self.environment, capture_output=True, text=True, check=False)
-        if answer.returncode:
-            raise BenchError(f"launch.py refuses this request\n{answer.stderr}")
-        value = json.loads(answer.stdout)
-        for shown in ("commands", "sources"):  # what mode=plan shows beside the plan
-            del value[shown]
-        return Plan.from_json(value)
 
     def _trained(self, ran: Ran, first_step_time: float, seconds: float, losses: list[float]) -> Trained:
         config, timed = self.plan.config, len(losses) - self.skip
@@ -164,10 +146,3 @@ def _subject(plan: Plan) -> list[Any]:
         config.train,
         config.run.seed,
     ]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

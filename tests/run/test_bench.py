@@ -1,6 +1,6 @@
 """Every bench runs once, at a size where its figures mean nothing, and leaves the rows it promises.
 
-The loop and start benches share how they train both sides; real training is started once, for `loop`.
+The loop and start benches share how they train both sides; for them real training is started once, for `loop`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ TINY = [
     "deepspeed.optimizer.params.torch_adam=true",
     "data.max_bytes=300000",
 ]
+TWO_RANKS = ["model=tiny", *(word for word in TINY if word != "cluster.num_procs=1")]
 ROW = {
     *("bench", "what", "unit", "median", "min", "max", "bound", "holds", "values", "parts"),
     *("options", "overrides", "cpus", "date", "command", "revision", "changed_files", "versions", "hardware"),
@@ -53,7 +54,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.returncode == int(not all(row["holds"] for row in found))
     for row in found:
         assert row.keys() == ROW
-        assert len(row["values"]) == 1 and row["min"] == row["median"] == row["max"] == row["values"][0] > 0
+        assert len(row["values"]) == 1 and row["min"] == row["median"] == row["max"] == row["values"][0]
         assert row["hardware"]["cpu"] and row["hardware"]["cores"] and row["versions"]["deepspeed"]
     return found
 
@@ -64,6 +65,7 @@ def test_plan_bench_compares_planning_and_help_to_deepspeeds_help() -> None:
         assert row["what"] == f"{ours} over deepspeed --help"
         assert row["bound"] == "at most 0.35"
         assert row["overrides"] == ["zero=stage3"]
+        assert row["median"] > 0
         assert row["median"] == row["parts"][f"{ours}, s"][0] / row["parts"]["deepspeed --help, s"][0]
 
 
@@ -72,7 +74,63 @@ def test_loop_bench_trains_both_sides_alike(tmp_path: Path) -> None:
     [row] = rows_of(bench("loop", "pairs=1", "steps=3", "skip=1", *TINY, f"data.cache_dir={tmp_path}"))
     assert row["bound"] == "at least 0.98"
     assert row["command"].startswith("scripts/bench loop pairs=1 steps=3 skip=1 ")
-    assert row["median"] == row["parts"]["ours, tokens/s"][0] / row["parts"]["bare, tokens/s"][0]
+    assert row["median"] == row["parts"]["ours, tokens/s"][0] / row["parts"]["bare, tokens/s"][0] > 0
+
+
+@pytest.mark.train
+def test_save_bench_saves_both_ways_in_one_run(tmp_path: Path) -> None:
+    rows = rows_of(bench("save", "pairs=1", *TWO_RANKS, f"data.cache_dir={tmp_path}"))
+    blocked, with_loss, step, with_steps, memory = rows
+    assert [row["bound"] for row in rows] == ["at most 0.2", "none", "none", "none", "none"]
+    assert blocked["median"] == blocked["parts"]["background, s"][0] / blocked["parts"]["at once, s"][0] > 0
+    assert with_loss["parts"]["background, s"][0] > 0
+    assert step["parts"]["steps beside the writing"][0] >= 1 and step["median"] > 0
+    assert with_steps["median"] != blocked["median"]
+    assert memory["parts"].keys() == {"at once, GiB"}
+
+
+@pytest.mark.train
+@pytest.mark.slow
+def test_elastic_bench_loads_what_deepspeeds_own_conversion_does(tmp_path: Path) -> None:
+    """It ends without rows where a byte of masters, moments or weights differs."""
+    rows = rows_of(bench("elastic", "pairs=1", *TWO_RANKS, f"data.cache_dir={tmp_path}"))
+    for row, ranks in ((rows[0], "1 rank"), (rows[2], "4 ranks")):
+        assert row["what"] == f"time to load on {ranks} over convert and load"
+        assert row["bound"] == "at most 0.3"
+        assert row["median"] == row["parts"]["ours, s"][0] / row["parts"]["theirs, s"][0] > 0
+        assert row["parts"]["theirs, s"][0] > row["parts"]["theirs, conversion, s"][0] > 0
+    assert rows[-1]["values"] == [0.0] and rows[-1]["parts"]["theirs, kept, GiB"][0] > 0
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(ours, theirs): one turn each of the elastic bench, with recorded answers of one rank."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from benches import elastic
+
+    def turn() -> Any:
+        answer = {"seconds": 1.0, "memory_bytes": 0, "steps": [1, 1], "state": {"master 0": "a", "exp_avg 0": "b"}}
+        return elastic.Turn({1: [answer]}, 0)
+
+    return turn(), turn()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", [1, 0], r"rank 0 of 1: engine and Adam stand at steps \[1, 0\], not 1"),
+        ("state", {"master 0": "a", "exp_avg 0": "c"}, "rank 0 of 1: the loads differ in 1 tensors: exp_avg 0"),
+        ("state", {"master 0": "a"}, "the loads differ in 1 tensors: exp_avg 0"),
+    ],
+)
+def test_loads_that_left_something_else_are_not_compared(loads: Any, name: str, value: Any, message: str) -> None:
+    from benches import elastic
+    from benches.request import BenchError
+
+    elastic.check_same(1, 1, [*loads])
+    loads[1].answers[1][0][name] = value
+    with pytest.raises(BenchError, match=message):
+        elastic.check_same(1, 1, [*loads])
 
 
 @pytest.fixture
@@ -178,8 +236,8 @@ def test_one_bit_in_a_joined_curve_is_a_difference_and_a_time_is_none(tmp_path: 
 def test_unknown_bench_lists_those_there_are() -> None:
     done = bench("nothing")
     assert done.returncode == 2
-    assert {"plan", "loop", "start"} <= {line.split()[0] for line in done.stdout.splitlines()[1:]}
-    assert "bare_loop" not in done.stdout
+    assert {"plan", "loop", "start", "elastic", "save"} <= {line.split()[0] for line in done.stdout.splitlines()[1:]}
+    assert "bare_loop" not in done.stdout and "save_rank" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -191,6 +249,8 @@ def test_unknown_bench_lists_those_there_are() -> None:
         (["loop", "steps=5", "skip=5"], "of 5 steps, 5 cannot be left out"),
         (["kill", "kills=3"], "kills is at least 4"),
         (["start", "zero=stage9"], "launch.py refuses this request"),
+        (["save", "millions=7"], "millions is one of 130, 400, not 7"),
+        (["elastic", "stage=0"], "stage is 1, 2 or 3, not 0"),
     ],
 )
 def test_wrong_request_measures_nothing(words: list[str], message: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recipes.shared.checkpoint import manifest
+from recipes.shared.checkpoint.background import Buffers, copied
 from recipes.shared.checkpoint.reader import open_checkpoint, open_optimizer
 from tests.train.running import SMALL, Runs, kill_everything, last_step, launch, losses, start, steps, wait_until
 from tests.train.test_parity import overrides
@@ -38,6 +39,23 @@ def test_background_checkpoints_equal_the_others_bit_for_bit(runs: Runs, zero: s
             for ours, other in zip(now.moments[key], entries, strict=True):
                 assert torch.equal(ours.read(), other.read())
     assert not list((run / "checkpoints").glob(".saving-*"))
+
+
+def test_the_next_snapshot_takes_the_memory_of_the_one_before_and_not_while_that_is_written() -> None:
+    buffers = Buffers()
+
+    def snapshot(first: float) -> tuple[torch.Tensor, torch.Tensor]:
+        state = {"a": torch.full((3, 2), first), "b": torch.full((3, 2), first + 1), "part": [torch.full((2,), first)]}
+        copy = copied(state, {}, buffers)
+        assert copy["a"].tolist() == state["a"].tolist() and copy["b"].tolist() == state["b"].tolist()
+        return copy["a"], copy["b"]
+
+    one, two = snapshot(1.0), snapshot(2.0)
+    assert len({tensor.data_ptr() for tensor in (*one, *two)}) == 4
+    assert one[0][0, 0] == 1.0
+    buffers.take_back()
+    three, four = snapshot(3.0), snapshot(4.0)
+    assert {tensor.data_ptr() for tensor in (*three, *four)} == {tensor.data_ptr() for tensor in (*one, *two)}
 
 
 def test_killed_within_a_background_save_it_goes_on_bit_for_bit(runs: Runs) -> None:

@@ -22,11 +22,37 @@ from recipes.shared.checkpoint import manifest
 POLL_S = 0.05
 
 
+class Buffers:
+    """Host memory for snapshots, kept from one to the next: as much as one takes, from the first one on.
+
+    Memory that the process has not touched before makes a copy slow: 0.66 GB took 0.3 to 2.9 s into it, 0.15 s again.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[torch.Tensor]] = {}
+        self.lent: list[tuple[Any, torch.Tensor]] = []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` that stands until `take_back`."""
+        kind = (tensor.dtype, tensor.shape, tensor.stride())
+        free = self.free.get(kind)
+        buffer = free.pop() if free else torch.empty_like(tensor, device="cpu")
+        self.lent.append((kind, buffer))
+        return buffer.copy_(tensor)
+
+    def take_back(self) -> None:
+        """Every copy handed out may be overwritten."""
+        while self.lent:
+            kind, buffer = self.lent.pop()
+            self.free.setdefault(kind, []).append(buffer)
+
+
 class Snapshots:
     """Stands in for DeepSpeed's checkpoint engine while a snapshot is taken: keeps what it would have written."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, buffers: Buffers) -> None:
         self.real = engine.checkpoint_engine
+        self.buffers = buffers
         self.files: list[tuple[Any, str]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -34,13 +60,14 @@ class Snapshots:
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies every tensor to host memory; the training that goes on does not change the copy."""
-        self.files.append((copied(state_dict, {}), path))
+        self.files.append((copied(state_dict, {}, self.buffers), path))
 
     def write(self) -> None:
-        """Writes the snapshot, a file at a time, and lets go of each."""
+        """Writes the snapshot; its memory is free for the next one then."""
         while self.files:
             state_dict, path = self.files.pop(0)
             self.real.save(state_dict, path)
+        self.buffers.take_back()
 
 
 class Writer:
@@ -49,6 +76,7 @@ class Writer:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
+        self.buffers = Buffers()
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs `work` in the thread; the one before must have been finished."""
@@ -75,14 +103,14 @@ class Writer:
         return True
 
 
-def copied(value: Any, known: dict[Any, torch.Tensor]) -> Any:
+def copied(value: Any, known: dict[Any, torch.Tensor], buffers: Buffers) -> Any:
     """`value` with every tensor copied to host memory; tensors that share their elements share the copy's."""
     if torch.is_tensor(value):
         place = (value.device, value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
         if not value.numel():
             return value.detach().cpu().clone()
         if place not in known:
-            copy = value.detach().to("cpu", copy=True)
+            copy = buffers.copy(value.detach())
             known[place] = (
                 torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
             )
@@ -90,12 +118,12 @@ def copied(value: Any, known: dict[Any, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         result = type(value)() if type(value) is not dict else {}
         for key, item in value.items():
-            result[key] = copied(item, known)
+            result[key] = copied(item, known, buffers)
         return result
     if isinstance(value, list):
-        return [copied(item, known) for item in value]
+        return [copied(item, known, buffers) for item in value]
     if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(copied(item, known) for item in value)
+        return tuple(copied(item, known, buffers) for item in value)
     return value
 
 

@@ -105,7 +105,7 @@ def _write(state: TrainState, staging: Path, final: Path, described: dict[str, A
 
 def _write_in_background(state: TrainState, staging: Path, final: Path, described: dict[str, Any]) -> None:
     """All ranks: a snapshot now; a thread of each writes its part, rank 0's commits when it has seen all parts."""
-    snapshots = background.Snapshots(state.engine)
+    snapshots = background.Snapshots(state.engine, state.writer.buffers)
     state.engine.checkpoint_engine = snapshots
     try:
         _shards(state, staging, final)
