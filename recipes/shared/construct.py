@@ -7,6 +7,8 @@ Must never hold more than a few whole parameters at a time, and never change the
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -172,6 +174,7 @@ class _Stream(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         construction, model, dtype, read = self.stream
+        freed = 0
         for name, parameter in model.named_parameters():
             if id(parameter) in construction.shards:
                 construction._load(parameter)
@@ -185,6 +188,16 @@ class _Stream(nn.Module):
             parameter.data = parameter.data.reshape(-1) if parameter.dim() == 0 else parameter.data
             yield parameter
             parameter.ds_shape = shape  # DeepSpeed 0.19.8 cannot broadcast a scalar, but gathers one by its shape
+            freed += shape.numel() * parameter.element_size()
+            if freed > RESIDENT_BYTES:
+                freed = 0
+                _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Gives the pages of freed whole parameters back: shards lie between them, and a third of the memory was holes."""
+    with contextlib.suppress(AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _parameters_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[nn.Parameter]:

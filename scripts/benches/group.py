@@ -32,9 +32,19 @@ DEFAULTS = [
     "train.gradient_accumulation_steps=1",
     "eval.samples=4",
 ]
+SMALL_BUCKET = "deepspeed.zero_optimization.reduce_bucket_size=20000000"  # DeepSpeed's own takes 2 GB of each rank
 # Overrides of a Llama with 32,000 tied embeddings, by millions of parameters.
 MODELS = {
     130: ["model=llama_125m"],
+    300: [
+        "model=llama_125m",
+        "model.config.hidden_size=1024",
+        "model.config.intermediate_size=2816",
+        "model.config.num_hidden_layers=21",
+        "model.config.num_attention_heads=16",
+        "model.config.num_key_value_heads=16",
+        SMALL_BUCKET,
+    ],
     400: [
         "model=llama_125m",
         "model.config.hidden_size=1280",
@@ -42,6 +52,15 @@ MODELS = {
         "model.config.num_hidden_layers=18",
         "model.config.num_attention_heads=20",
         "model.config.num_key_value_heads=20",
+    ],
+    1000: [
+        "model=llama_125m",
+        "model.config.hidden_size=2048",
+        "model.config.intermediate_size=5504",
+        "model.config.num_hidden_layers=18",
+        "model.config.num_attention_heads=16",
+        "model.config.num_key_value_heads=16",
+        SMALL_BUCKET,
     ],
 }
 READ_BYTES = 8 * 2**20

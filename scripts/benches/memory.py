@@ -1,6 +1,6 @@
 """How far this process's anonymous memory grows while something runs: heap and private maps, no file's pages.
 
-Used within ranks of a bench.
+Used by benches, within ranks and over the processes they start.
 Must never count memory that the kernel could drop: mapped files are left out.
 """
 
@@ -10,8 +10,9 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 POLL_S = 0.005
-STATUS = Path("/proc/self/status")
 
 
 class PeakMemory:
@@ -49,9 +50,30 @@ class PeakMemory:
         self.peak = max(self.peak, anonymous_bytes())
 
 
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    for line in STATUS.read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel does not tell RssAnon")
+class ChildMemory:
+    """Context: `peak_bytes`, the most anonymous memory that one process below this one had."""
+
+    def __enter__(self) -> ChildMemory:
+        self.peak_bytes, self.done = 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.done.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        top = psutil.Process()
+        while not self.done.wait(POLL_S):
+            for child in top.children(recursive=True):
+                self.peak_bytes = max(self.peak_bytes, anonymous_bytes(child.pid))
+
+
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """RssAnon of a process; 0 of one that has ended."""
+    try:
+        lines = Path("/proc", str(pid), "status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
