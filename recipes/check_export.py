@@ -20,8 +20,8 @@ from launcher.rundir import RunDir
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_corpus
+from recipes.shared.hf_config import DTYPES
 from recipes.shared.losses import causal_lm_sample_losses
-from recipes.shared.model import DTYPES
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through
 

@@ -8,7 +8,6 @@ Must never put anything under the target's name, or replace what is there.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -19,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir, existing_parent, read_json, write_json
 from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
-from recipes.shared.hf_files import copy_tokenizer, write_model_config
-from recipes.shared.model import DTYPES
+from recipes.shared.hf_config import DTYPES
+from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
 
@@ -46,12 +46,10 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     with _staging(target) as staging:
         done = _continued(staging, wanted)
         _refuse_small_disk(target, shards, done)
-        with ThreadPoolExecutor(1) as aside:  # importing transformers takes as long as copying a small model
-            config = aside.submit(_write_model_files, source, request["dtype"], staging)
-            started = time.perf_counter()
-            _write(shards, staging, done, wanted)
-            copy_s = time.perf_counter() - started
-            described = config.result()
+        started = time.perf_counter()
+        _write(shards, staging, done, wanted)
+        copy_s = time.perf_counter() - started
+        _write_model_files(source, request["dtype"], staging)
         if request["verify"]:
             _verify(shards, staging, done)
         answer = {
@@ -59,10 +57,10 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
             "dtype": request["dtype"],
             "tensors": sum(len(shard.items) for shard in shards),
             "bytes": sum(item.nbytes for shard in shards for item in shard.items),
-            "described": described,
+            "described": source.described is not None,
             "verified": {"tensors": bool(request["verify"])},
         }
-        provenance = _provenance(source.shards, checkpoint, staging, shards)
+        provenance = _provenance(source.shards, checkpoint, staging, done)
         os.unlink(staging / PROGRESS)
     return answer | {"copy_s": copy_s, "staging": str(staging), "provenance": provenance}
 
@@ -76,25 +74,26 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, and where the model's configuration and tokenizer come from."""
+    """Shards to read, what describes the model to Hugging Face, and where its tokenizer lies."""
 
-    def __init__(self, shards: Path, fields: dict[str, Any] | None, model: Path | None, tokenizer: Path | None) -> None:
-        self.shards, self.fields, self.model, self.tokenizer = shards, fields, model, tokenizer
+    def __init__(self, shards: Path, described: dict[str, Any] | None, tokenizer: Path | None) -> None:
+        self.shards, self.described, self.tokenizer = shards, described, tokenizer
 
 
 def _source(request: dict[str, Any]) -> _Source:
     """Of a run: its newest whole checkpoint, or the one that is named, if it is whole. Else the named folder."""
     if request["source"] is not None:
         place = foreign.locate(Path(request["source"]), "export.source")
-        fields = json.loads((place.model / foreign.CONFIG).read_text(encoding="utf-8")) if place.model else None
-        return _Source(place.shards, request["model_config"] or fields, place.model, place.model)
+        described = described_in(place.model) if place.model else None
+        if request["model_config"] is not None:
+            described = (described or {GENERATION: None}) | {CONFIG: request["model_config"]}
+        return _Source(place.shards, described, place.model)
     run = RunDir(request["run_dir"])
     plan: Plan = read_plan(run.plan)
     shards = find.newest(run) if request["step"] is None else find.whole(run.checkpoint(request["step"]))
-    model = Path(plan.config.model.path) if plan.config.model.path else None
-    model = model.parent if model is not None and model.is_file() else model
-    tokenizer = Path(plan.config.data["tokenizer"]) if plan.config.data.get("tokenizer") else model
-    return _Source(shards, plan.config.model.config, model, tokenizer)
+    model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
+    tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
+    return _Source(shards, (manifest.read(shards) or {})["hugging_face"], Path(tokenizer))
 
 
 def _item(entry: Entry, dtype: torch.dtype) -> Item:
@@ -155,31 +154,35 @@ def _refuse_small_disk(target: Path, shards: list[Shard], done: dict[str, Any]) 
 
 def _write(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]], wanted: dict[str, Any]) -> None:
     """Every file that is not there yet; `done` gets its checksums."""
-    threads = min(THREADS, len(os.sched_getaffinity(0)))
     missing = [shard for shard in shards if shard.file not in done]
     with Progress("exported", sum(item.nbytes for shard in missing for item in shard.items)) as progress:
         for shard in missing:
-            done[shard.file] = write_shard(shard, staging, threads, progress.advance)
+            done[shard.file] = write_shard(shard, staging, _threads(), progress.advance)
             write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
     write_index(shards, staging)
 
 
 def _verify(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]]) -> None:
     """Every file is read again, by the library that its readers use, and compared with what the checkpoint gave."""
-    from safetensors import safe_open
-
-    with Progress("verified", sum(item.nbytes for shard in shards for item in shard.items)) as progress:
+    total = sum(item.nbytes for shard in shards for item in shard.items)
+    with Progress("verified", total) as progress, ThreadPoolExecutor(_threads()) as pool:
         for shard in shards:
-            with safe_open(staging / shard.file, "pt") as file:
-                names = set(file.keys())
-                for item in shard.items:
-                    tensor = file.get_tensor(item.name) if item.name in names else None
-                    same = tensor is not None and (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype)
-                    if tensor is None or not same or checksum(tensor) != done[shard.file][item.name]:
-                        raise _differs(staging, shard, item.name)
-                    progress.advance(item.nbytes)
-            if names != {item.name for item in shard.items}:
-                raise _differs(staging, shard, "its list of tensors")
+            file: Any = safe_open(staging / shard.file, "pt")
+            odd = set(file.keys()) ^ {item.name for item in shard.items}
+
+            def differs(item: Item, file: Any = file, odd: set[str] = odd, shard: Shard = shard) -> bool:
+                tensor = None if item.name in odd else file.get_tensor(item.name)
+                same = tensor is not None and (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype)
+                progress.advance(item.nbytes)
+                return not same or checksum(tensor) != done[shard.file][item.name]
+
+            odd |= {item.name for item, wrong in zip(shard.items, pool.map(differs, shard.items), strict=True) if wrong}
+            if odd:
+                raise _differs(staging, shard, ", ".join(sorted(odd)[:3]))
+
+
+def _threads() -> int:
+    return min(THREADS, len(os.sched_getaffinity(0)))
 
 
 def _differs(staging: Path, shard: Shard, what: str) -> UserError:
@@ -188,17 +191,15 @@ def _differs(staging: Path, shard: Shard, what: str) -> UserError:
     return UserError(Problem("export.verify", str(staging), why, "export again; if it persists, the disk is failing"))
 
 
-def _write_model_files(source: _Source, dtype: str, staging: Path) -> bool:
-    """Config, generation config and tokenizer; whether the model's configuration is known at all."""
+def _write_model_files(source: _Source, dtype: str, staging: Path) -> None:
+    """Config, generation config and tokenizer, where they are known."""
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
-    if not source.fields:
-        return False
-    write_model_config(source.fields, dtype, staging, source.model)
-    return True
+    if source.described is not None:
+        write_model_config(source.described, dtype, staging)
 
 
-def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, shards: list[Shard]) -> dict[str, Any]:
+def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, done: dict[str, dict[str, str]]) -> dict[str, Any]:
     saved = manifest.read(source) or {}
     kept = ("step", "samples_seen", "recorded", "plan_fingerprint", "versions", "fixed_batch_loss")
     return {
@@ -206,5 +207,5 @@ def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, shards: list
         "zero_stage": checkpoint.stage,
         "tied": checkpoint.tied,
         **{key: saved.get(key) for key in kept},
-        "files": {shard.file: manifest.digest(folder / shard.file) for shard in shards},
+        "files": {file: {"bytes": (folder / file).stat().st_size, "tensors_xxh3_128": done[file]} for file in done},
     }

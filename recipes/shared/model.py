@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
+from recipes.shared.hf_config import DTYPES, make_config
 from recipes.shared.pretrained import load_whole, match, open_weights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(plan: Plan, ranks: Ranks) -> nn.Module:
@@ -85,24 +83,6 @@ def from_config(plan: Plan) -> nn.Module:
     if plan.config.activation.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def make_config(fields: dict[str, Any]) -> Any:
-    """Hugging Face configuration object of `fields`; raises UserError for a family the library does not have."""
-    from transformers import AutoConfig
-
-    rest = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
-    try:
-        return AutoConfig.for_model(fields["model_type"], **rest)
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            Problem(
-                "model.config",
-                str(fields.get("model_type")),
-                f"transformers cannot build this configuration: {str(error).splitlines()[0]}",
-                "use a model_type and fields that the installed transformers knows",
-            )
-        ) from None
 
 
 def seed_everything(seed: int) -> None:

@@ -35,7 +35,7 @@ def count_parameters(fields: dict[str, Any]) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from recipes.shared.model import make_config
+    from recipes.shared.hf_config import make_config
 
     try:
         with torch.device("meta"):

@@ -49,7 +49,7 @@ def alone(request: dict[str, str]) -> None:
     """One process: draws the weights and saves them, or loads them as Hugging Face does."""
     from transformers import AutoModelForCausalLM
 
-    from recipes.shared.model import make_config
+    from recipes.shared.hf_config import make_config
 
     answer = {}
     if request["what"] == "draw":

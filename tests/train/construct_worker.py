@@ -17,7 +17,7 @@ from torch import nn
 
 from recipes.shared import construct
 from recipes.shared.construct import ShardedConstruction
-from recipes.shared.model import make_config
+from recipes.shared.hf_config import make_config
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
 DS = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from launcher.rundir import STEP_PREFIX, json_text, write_text
 NAME = "manifest.json"
 FORMAT = 2
 _OWN = "own_xxh3_128"  # of the manifest's own text, with nothing in this place
+READERS = 8  # files that are read at once: a network file system answers one reader slowly
 _CHUNK = 8 * 2**20
 _OF_RANK = re.compile(r"(?:zero_pp_rank_|rng_rank)(\d+)")  # in names of files that one rank wrote
 _NAMED = 5  # of many missing files or ranks, so many are named
@@ -84,9 +86,12 @@ def problem_of(folder: Path) -> str | None:
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-    for name, expected in files.items():
-        if digest(folder / name)["xxh3_128"] != expected["xxh3_128"]:
-            return f"{name} differs from what was saved (checksum)"
+    with ThreadPoolExecutor(min(READERS, len(os.sched_getaffinity(0)))) as pool:
+        digests = pool.map(digest, [folder / name for name in files])
+        for (name, expected), now in zip(files.items(), digests, strict=True):
+            if now["xxh3_128"] != expected["xxh3_128"]:
+                pool.shutdown(cancel_futures=True)
+                return f"{name} differs from what was saved (checksum)"
     return None
 
 

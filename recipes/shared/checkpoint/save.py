@@ -23,6 +23,7 @@ import torch.distributed as dist
 from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_text
+from recipes.shared import hf_files
 from recipes.shared.checkpoint import background, manifest
 from recipes.shared.checkpoint.room import refuse_without_room
 from recipes.shared.distributed import barrier, meet, say
@@ -190,6 +191,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
         "batch": {"global": plan.batch.global_batch_size, "micro": plan.batch.micro_batch_size},
         "plan_fingerprint": plan.fingerprint,
         "model_config": plan.config.model.config,
+        "hugging_face": hf_files.describe(state.engine.module),
         "versions": installed_versions(),
         "tracker_run_id": state.tracker_run_id,
         "tracked_as": state.tracked_as,

@@ -1,0 +1,33 @@
+"""Fields of a Hugging Face configuration -> its object; element types by the names that plans use.
+
+Used where models are built, measured and exported.
+Must never load DeepSpeed, or transformers before a configuration is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from launcher.errors import Problem, UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_config(fields: dict[str, Any]) -> Any:
+    """Hugging Face configuration object of `fields`; raises UserError for a family the library does not have."""
+    from transformers import AutoConfig
+
+    rest = {name: value for name, value in fields.items() if name not in ("model_type", "transformers_version")}
+    try:
+        return AutoConfig.for_model(fields["model_type"], **rest)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            Problem(
+                "model.config",
+                str(fields.get("model_type")),
+                f"transformers cannot build this configuration: {str(error).splitlines()[0]}",
+                "use a model_type and fields that the installed transformers knows",
+            )
+        ) from None
