@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,26 @@ def test_export_never_replaces_a_folder(runs: Runs, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "not empty" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_stage_is_read_however_python_writes_a_member_of_an_enum(runs: Runs, tmp_path: Path) -> None:
+    """By its value, or, as Python 3.11.2 does, as getattr(ZeroStageEnum, its name): that is not looked up."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    class Named:
+        def __reduce__(self) -> tuple[object, tuple[object, str]]:
+            return getattr, (ZeroStageEnum, "gradients")
+
+    source = runs.get(*overrides("true", "stage2", "none")) / "checkpoints" / "step_00000020"
+    folder = tmp_path / source.name
+    shutil.copytree(source, folder)
+    for shard in folder.glob("*optim_states.pt"):
+        content = torch.load(shard, weights_only=False)
+        content["optimizer_state_dict"]["zero_stage"] = Named()
+        torch.save(content, shard)
+    found, expected = open_checkpoint(folder), open_checkpoint(source)
+    assert found.stage == expected.stage == 2
+    assert all(torch.equal(a.read(), b.read()) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_poisoned_checkpoint_is_refused_and_not_run(runs: Runs, tmp_path: Path) -> None:

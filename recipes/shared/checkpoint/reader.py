@@ -20,6 +20,7 @@ from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint import manifest, unpickle
 
 TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}  # runtime/zero/config.py
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,9 @@ def _flat3(shards: list[dict[str, Any]], moment: str | None = None) -> list[list
 
 
 def _number(value: Any) -> int:
-    """An int that may have been saved as a member of an IntEnum of DeepSpeed's."""
-    return int(value.args[0] if isinstance(value, unpickle.Stub) else value)
+    """A ZeRO stage that may have been saved as a member of DeepSpeed's ZeroStageEnum, by its value or its name."""
+    value = value.args[0] if isinstance(value, unpickle.Stub) else value
+    return int(STAGES.get(value, value))
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
