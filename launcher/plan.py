@@ -24,6 +24,7 @@ from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
 from launcher.planner import memory, shapes, traffic
 from launcher.rules import judge
+from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
 
 VERSION = 1
@@ -120,7 +121,7 @@ def _canonical(value: dict[str, Any]) -> str:
 def installed_versions() -> dict[str, str | None]:
     """Versions, in this environment, of what decides a run's numbers."""
     found: dict[str, str | None] = {}
-    for name in ("deepspeed", "torch", "transformers", "hydra-core", "omegaconf", "wandb", "numpy"):
+    for name in ("deepspeed", "torch", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -160,8 +161,7 @@ def build_plan(
 
 def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
-    version = version_problem()
-    problems = [] if version is None else [version]
+    problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
     unfit = check(config.deepspeed, ds_config.SOLVED, ds_config.BATCH_KEYS)
     problems += unfit
     cluster: Cluster | None = None
