@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from launcher.errors import UserError
 from launcher.plan import Plan, read_plan
+from launcher.planner.shapes import count_adapter
 from launcher.resume import changed_options
 from launcher.rundir import RunDir, write_json
 from recipes import check_export, export
@@ -356,3 +357,26 @@ def test_the_command_line_exports_both_forms_and_reloads_them(runs: Runs, tmp_pa
 def test_a_run_without_an_adapter_has_none_to_export() -> None:
     with pytest.raises(UserError, match="not one of a run with peft=lora"):
         lora.exported(Checkpoint((), {}, 3), None, "adapter")
+
+
+@pytest.mark.parametrize("target", ["[q_proj]", "[all-linear]", "[k_proj,o_proj,down_proj]"])
+def test_the_plan_counts_the_adapters_parameters(target: str) -> None:
+    model = ("model=llama_125m", "model.config.num_hidden_layers=2", "model.config.num_key_value_heads=3")
+    untied = ("model.config.tie_word_embeddings=false", "peft.modules_to_save=[lm_head,norm]")
+    plan = planned("peft=lora", f"peft.target={target}", *model, *untied)
+    section, config = plan.config.peft, plan.config.model.config
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in adapted(plan, from_config(plan)).parameters() if p.requires_grad)
+    assert count_adapter(config, section.rank or 0, section.target, section.modules_to_save) == trained
+    assert count_adapter(config, 4, ["w_proj"], []) is None
+    assert count_adapter({"model_type": "gpt2"}, 4, ["c_attn"], []) is None
+
+
+@pytest.mark.parametrize("zero", ["stage0", "stage2", "stage3"])
+def test_a_checkpoint_is_as_large_as_the_plan_predicts(engines: Engines, runs: Runs, zero: str) -> None:
+    """Room for it is asked for before a run starts: moments and masters for the base would double it."""
+    run = trained(engines, runs, (2, zero, "none"))
+    found = sum(path.stat().st_size for path in step(run, 10).glob("*.pt"))
+    predicted = plan_of(runs, (2, zero, "none")).estimate.checkpoint_bytes or 0
+    headers = 100_000  # names, shapes and zip entries, of which a small model has as many as a large one
+    assert abs(found - predicted) < headers, (found, predicted)
