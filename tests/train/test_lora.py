@@ -154,6 +154,21 @@ def test_the_adapter_begins_alike_at_every_stage(
         assert entry.trainable == (".lora_" in name or ".modules_to_save." in name), name
 
 
+@pytest.mark.parametrize("begin", ["given", "drawn"])
+def test_at_stage3_no_rank_holds_the_model_while_the_adapter_is_put_in(
+    engines: Engines, runs: Runs, begin: str
+) -> None:
+    more = () if begin == "given" else ("model=tiny", "model.init_from=null", "model.config.tie_word_embeddings=false")
+    plan = plan_of(runs, (2, "stage3", "none"), *more)
+    answer = engines.call("tests.train.resident:build", 2, plan=plan.to_json(), at_most=20_000)
+    assert "error" not in answer, answer
+    config = plan.config.model.config
+    largest = 4 * config["hidden_size"] * max(config["vocab_size"], config["intermediate_size"])
+    assert answer["left"] == 0
+    assert answer["at_once"] <= 2 * largest < answer["whole"] / 2  # the one that is needed, and the one before
+    assert answer["at_once"] >= 4 * config["hidden_size"] * config["vocab_size"]  # the head, of which a copy is trained
+
+
 @pytest.mark.parametrize("layout", [(2, "stage0", "none"), (2, "stage2", "none"), (2, "stage3", "none")])
 def test_a_resumed_run_is_the_same_run(engines: Engines, runs: Runs, tmp_path: Path, layout: Layout) -> None:
     """huggingface/peft#746: adapter and base both come from the checkpoint; the base is built from other values."""
