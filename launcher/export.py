@@ -52,6 +52,7 @@ def _request(config: RunConfig, old: RunDir | None) -> dict[str, Any]:
         "source": None if old else section.source,
         "model_config": config.model.config if config.model.path else None,
         "dtype": section.dtype,
+        "lora": section.lora,
         "dir": section.dir or str(old.export if old else ""),
         "max_shard_bytes": section.max_shard_bytes,
         "verify": section.verify,

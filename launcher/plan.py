@@ -24,6 +24,7 @@ from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
 from launcher.planner import memory, shapes, traffic
 from launcher.rules import judge
+from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
 
 VERSION = 1
@@ -120,7 +121,7 @@ def _canonical(value: dict[str, Any]) -> str:
 def installed_versions() -> dict[str, str | None]:
     """Versions, in this environment, of what decides a run's numbers."""
     found: dict[str, str | None] = {}
-    for name in ("deepspeed", "torch", "transformers", "hydra-core", "omegaconf", "wandb", "numpy"):
+    for name in ("deepspeed", "torch", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "numpy"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -152,7 +153,7 @@ def build_plan(
         cluster=cluster,
         batch=batch,
         deepspeed=deepspeed,
-        estimate=_estimate(parameters, deepspeed, cluster, batch),
+        estimate=_estimate(parameters, config, deepspeed, cluster, batch),
         env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
@@ -160,8 +161,7 @@ def build_plan(
 
 def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
-    version = version_problem()
-    problems = [] if version is None else [version]
+    problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
     unfit = check(config.deepspeed, ds_config.SOLVED, ds_config.BATCH_KEYS)
     problems += unfit
     cluster: Cluster | None = None
@@ -197,21 +197,30 @@ def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, threads))}
 
 
-def _estimate(parameters: int | None, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Estimate:
+def _estimate(
+    parameters: int | None, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+) -> Estimate:
+    """Where it is not known how many parameters an adapter has, all of the model's count as trained."""
     if parameters is None:
         return Estimate(None, None, {}, {}, {}, None, None)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
+    peft, trained, frozen = config.peft, parameters, 0
+    if peft.kind == "lora" and peft.rank is not None:
+        adapter = shapes.count_adapter(config.model.config, peft.rank, peft.target, peft.modules_to_save)
+        trained, frozen = (parameters, 0) if adapter is None else (adapter, parameters)
     state = memory.model_state(
-        parameters,
+        trained,
         stage,
         cluster.world_size,
         precision,
         offload_optimizer=ds_config.offload_device(deepspeed, "optimizer") is not None,
         offload_param=ds_config.offload_device(deepspeed, "param") is not None,
+        frozen=frozen,
     )
-    moved = traffic.bytes_per_step(parameters, stage, cluster.world_size, precision, batch.gradient_accumulation_steps)
-    checkpoint = parameters * (memory.WEIGHT_BYTES[precision] + 4 + memory.MOMENT_BYTES)
+    passes = batch.gradient_accumulation_steps
+    moved = traffic.bytes_per_step(trained, stage, cluster.world_size, precision, passes, frozen)
+    checkpoint = memory.WEIGHT_BYTES[precision] * (trained + frozen) + (4 + memory.MOMENT_BYTES) * trained
     if stage == 0 and precision == "fp32":
-        checkpoint -= parameters * 4  # the weights are their own masters
+        checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
     return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets)

@@ -15,7 +15,7 @@ from launcher.plan import Plan
 from launcher.schema import RunConfig
 
 # A change of these would make it another experiment.
-FIXED = ("model", "parameters", "data", "train.sequence_length", "run.seed", "deepspeed.optimizer.type")
+FIXED = ("model", "parameters", "peft", "data", "train.sequence_length", "run.seed", "deepspeed.optimizer.type")
 BATCH_OPTIONS = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 OFFLOADED = ("optimizer", "param")
 # Optimizers whose state is a step and tensors of the parameters' shapes: they fit any layout.
@@ -34,7 +34,7 @@ def changed_options(stored: RunConfig, wanted: RunConfig) -> list[Problem]:
                 Problem(
                     path,
                     f"{new.get(path)!r}, the run has {old.get(path)!r}",
-                    "a resumed run keeps its model, parameter groups, data, seed and optimizer",
+                    "a resumed run keeps its model, parameter groups, adapter, data, seed and optimizer",
                     "leave it out, or start a new run",
                 )
             )

@@ -185,6 +185,9 @@ def export_problems(export: ExportSection) -> list[Problem]:
     found = []
     if export.dtype not in ("fp32", "bf16", "fp16"):
         found.append(Problem("export.dtype", export.dtype, "not an element type", "use fp32, bf16 or fp16"))
+    if export.lora not in ("merged", "adapter"):
+        why = "not a form of a LoRA run's weights"
+        found.append(Problem("export.lora", export.lora, why, "use merged or adapter"))
     if export.max_shard_bytes < 1:
         given, fix = str(export.max_shard_bytes), "export.max_shard_bytes=1 or more"
         found.append(Problem("export.max_shard_bytes", given, "it is at least 1", fix))

@@ -72,6 +72,22 @@ class ParametersSection:
 
 
 @dataclass
+class PeftSection:
+    kind: str
+    """none (every parameter is trained that is not frozen) or lora."""
+    rank: int | None
+    """Rank of the two matrices beside each adapted layer."""
+    alpha: int | None
+    """Their product counts alpha / rank times."""
+    dropout: float | None
+    """Probability with which an input of the adapter is dropped in training."""
+    target: list[str]
+    """Ends of the names of the linear layers that are adapted; [all-linear]: all but the output layer."""
+    modules_to_save: list[str]
+    """Ends of the names of modules that are trained whole, and saved with the adapter."""
+
+
+@dataclass
 class ActivationSection:
     checkpointing: bool
     """Recompute activations of each layer in backward instead of keeping them."""
@@ -177,6 +193,8 @@ class ExportSection:
     """Target folder; null: `export` in the run's folder."""
     step: int | None
     """Checkpoint to export, by optimizer step; null: the newest good one."""
+    lora: str
+    """Of a run with peft=lora: merged (the weights with the adapter in them) or adapter (it alone, for PEFT)."""
     max_shard_bytes: int
     """Largest safetensors file, in bytes."""
     source: str | None
@@ -209,6 +227,7 @@ class RunConfig:
     eval: EvalSection
     model: ModelSection
     parameters: ParametersSection
+    peft: PeftSection
     activation: ActivationSection
     data: dict[str, Any]
     """Corpus options; the group file of conf/data names those of its kind."""

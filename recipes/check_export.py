@@ -15,24 +15,35 @@ import psutil
 import torch
 
 from launcher.errors import EXIT_TRAINING, Problem, UserError
-from launcher.plan import read_plan
+from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.hf_config import DTYPES
+from recipes.shared.hf_files import CONFIG
+from recipes.shared.lora import ADAPTER_CONFIG
 from recipes.shared.losses import causal_lm_sample_losses
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """{"loss"} of request["folder"], or {"skipped": why}; raises UserError when it is not request["expected"]."""
-    needed, free = int(ROOM * request["bytes"]), psutil.virtual_memory().available
+    """{"loss"} of request["folder"], or {"skipped": why}; raises UserError when it is not request["expected"].
+
+    An adapter is put into the folder of weights that its run began with; it is skipped where that is no such folder.
+    """
+    plan = read_plan(RunDir(request["run_dir"]).plan)
+    folder, base = Path(request["folder"]), None
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = Path(plan.config.model.init_from or "")
+        if plan.config.model.init_from is None or not (base / CONFIG).is_file():
+            return {"skipped": "the run did not begin with a Hugging Face folder, into which the adapter could be put"}
+    weights = request["bytes"] + sum(file.stat().st_size for file in (base.glob("*.safetensors") if base else ()))
+    needed, free = int(ROOM * weights), psutil.virtual_memory().available
     if needed > free:
         return {"skipped": f"the model needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"}
-    plan = read_plan(RunDir(request["run_dir"]).plan)
-    found = _loss(plan, Path(request["folder"]), request["dtype"])
+    found = _loss(plan, folder, base, request["dtype"])
     expected = request["expected"]
     if not math.isclose(found, expected, rel_tol=tolerance(plan.precision, request["dtype"])):
         raise UserError(
@@ -47,7 +58,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     return {"loss": found}
 
 
-def _loss(plan: Any, folder: Path, dtype: str) -> float:
+def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
     """Mean loss in nats/token over the first SAMPLES validation samples."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -56,7 +67,13 @@ def _loss(plan: Any, folder: Path, dtype: str) -> float:
     data, length = plan.config.data, plan.config.train.sequence_length
     validation = open_corpus(prepare(data, length, Path(data["cache_dir"])), length)[2]
     count = min(plan.config.eval.samples, len(validation), SAMPLES)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True).eval()
+    weights = base or folder
+    model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype], local_files_only=True)
+    if base is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    model.eval()
     with torch.no_grad():
         losses = [
             float(causal_lm_sample_losses(model, torch.from_numpy(validation.batch(np.array([number])))).double())

@@ -27,6 +27,7 @@ from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
 from recipes.shared.hf_config import DTYPES
 from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
+from recipes.shared.lora import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
 
@@ -41,7 +42,11 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     refuse_existing(target)
     source = _source(request)
     checkpoint = open_checkpoint(source.shards)
-    shards = layout([_item(entry, DTYPES[request["dtype"]]) for entry in checkpoint], request["max_shard_bytes"])
+    items = [_item(entry, DTYPES[request["dtype"]]) for entry in exported(checkpoint, source.adapter, request["lora"])]
+    alone = request["lora"] == ADAPTER
+    shards = layout(items, request["max_shard_bytes"])
+    if alone:
+        shards = [_only(shards, request["max_shard_bytes"])]
     wanted = _identity(source.shards, request)
     with _staging(target) as staging:
         done = _continued(staging, wanted)
@@ -49,7 +54,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
         started = time.perf_counter()
         _write(shards, staging, done, wanted)
         copy_s = time.perf_counter() - started
-        _write_model_files(source, request["dtype"], staging)
+        _write_model_files(source, request["dtype"], staging, alone)
         if request["verify"]:
             _verify(shards, staging, done)
         answer = {
@@ -57,12 +62,20 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
             "dtype": request["dtype"],
             "tensors": sum(len(shard.items) for shard in shards),
             "bytes": sum(item.nbytes for shard in shards for item in shard.items),
-            "described": source.described is not None,
+            "described": alone or source.described is not None,
             "verified": {"tensors": bool(request["verify"])},
         }
         provenance = _provenance(source.shards, checkpoint, staging, done)
         os.unlink(staging / PROGRESS)
     return answer | {"copy_s": copy_s, "staging": str(staging), "provenance": provenance}
+
+
+def _only(shards: list[Shard], max_shard_bytes: int) -> Shard:
+    """The one file in which PEFT looks for an adapter; raises UserError where it has to be several."""
+    if len(shards) > 1:
+        why = "PEFT reads an adapter from one file, and this one is larger"
+        raise UserError(Problem("export.max_shard_bytes", str(max_shard_bytes), why, "leave it out"))
+    return Shard(ADAPTER_WEIGHTS, shards[0].items)
 
 
 def refuse_existing(target: Path) -> None:
@@ -74,10 +87,16 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, what describes the model to Hugging Face, and where its tokenizer lies."""
+    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, and its adapter."""
 
-    def __init__(self, shards: Path, described: dict[str, Any] | None, tokenizer: Path | None) -> None:
-        self.shards, self.described, self.tokenizer = shards, described, tokenizer
+    def __init__(
+        self,
+        shards: Path,
+        described: dict[str, Any] | None,
+        tokenizer: Path | None,
+        adapter: dict[str, Any] | None = None,
+    ) -> None:
+        self.shards, self.described, self.tokenizer, self.adapter = shards, described, tokenizer, adapter
 
 
 def _source(request: dict[str, Any]) -> _Source:
@@ -93,16 +112,17 @@ def _source(request: dict[str, Any]) -> _Source:
     shards = find.newest(run) if request["step"] is None else find.whole(run.checkpoint(request["step"]))
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
-    return _Source(shards, (manifest.read(shards) or {})["hugging_face"], Path(tokenizer))
+    saved = manifest.read(shards) or {}
+    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"))
 
 
-def _item(entry: Entry, dtype: torch.dtype) -> Item:
+def _item(entry: Entry | Merged, dtype: torch.dtype) -> Item:
     """Floating-point weights become `dtype`; buffers keep their own element type."""
     kept = entry.kind == BUFFER or not entry.dtype.is_floating_point
     return Item(entry.name, entry.shape, entry.dtype if kept else dtype, lambda: _parts(entry, kept, dtype))
 
 
-def _parts(entry: Entry, kept: bool, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _parts(entry: Entry | Merged, kept: bool, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for part in entry.parts(PART_ELEMENTS):
         if not kept and dtype == torch.float16 and bool((part.abs() > torch.finfo(dtype).max).any()):
             why = f"{entry.name} has values beyond fp16's range, which would become infinite"
@@ -129,7 +149,9 @@ def _staging(target: Path) -> Iterator[Path]:
 def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
     """What an export that was cut off must have been made from to be continued."""
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(shards.glob("*.pt"))}
-    return {"checkpoint": str(shards), "files": files} | {key: request[key] for key in ("dtype", "max_shard_bytes")}
+    return {"checkpoint": str(shards), "files": files} | {
+        key: request[key] for key in ("dtype", "lora", "max_shard_bytes")
+    }
 
 
 def _continued(staging: Path, wanted: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -191,11 +213,13 @@ def _differs(staging: Path, shard: Shard, what: str) -> UserError:
     return UserError(Problem("export.verify", str(staging), why, "export again; if it persists, the disk is failing"))
 
 
-def _write_model_files(source: _Source, dtype: str, staging: Path) -> None:
-    """Config, generation config and tokenizer, where they are known."""
+def _write_model_files(source: _Source, dtype: str, staging: Path, alone: bool) -> None:
+    """Config, generation config and tokenizer, where they are known; of an adapter `alone`, its own config."""
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
-    if source.described is not None:
+    if alone and source.adapter is not None:
+        write_json(staging / ADAPTER_CONFIG, source.adapter["config"])
+    elif source.described is not None:
         write_model_config(source.described, dtype, staging)
 
 
@@ -205,7 +229,7 @@ def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, done: dict[s
     return {
         "checkpoint": str(source),
         "zero_stage": checkpoint.stage,
-        "tied": checkpoint.tied,
+        "tied": {base_name(name): base_name(other) for name, other in checkpoint.tied.items()},
         **{key: saved.get(key) for key in kept},
         "files": {file: {"bytes": (folder / file).stat().st_size, "tensors_xxh3_128": done[file]} for file in done},
     }

@@ -36,19 +36,28 @@ def textbook_bytes(parameters: int, stage: int, world_size: int, precision: str)
 
 
 def model_state(
-    parameters: int, stage: int, world_size: int, precision: str, offload_optimizer: bool, offload_param: bool
+    parameters: int,
+    stage: int,
+    world_size: int,
+    precision: str,
+    offload_optimizer: bool,
+    offload_param: bool,
+    frozen: int = 0,
 ) -> ModelState:
     """Resident terms after a step, as DeepSpeed 0.19.8 allocates them with Adam (padding left out).
 
+    `parameters` are trained, `frozen` ones beside them are weights and nothing else.
     Stages 1 to 3 keep a separate fp32 master even in fp32; stage 3 keeps its gradient partition for good.
     """
     weight = WEIGHT_BYTES[precision]
-    share = -(-parameters // world_size)
+    share, every = -(-parameters // world_size), parameters + frozen
+    textbook = textbook_bytes(parameters, stage, world_size, precision)
+    textbook += round(weight * frozen / (world_size if stage == 3 else 1))
     if stage == 0:
         master = 0 if precision == "fp32" else 4 * parameters
-        device = {"weights": weight * parameters, "master": master, "moments": MOMENT_BYTES * parameters}
-        return ModelState(textbook_bytes(parameters, stage, world_size, precision), _present(device), {})
-    device = {"weights": weight * (share if stage == 3 else parameters)}
+        device = {"weights": weight * every, "master": master, "moments": MOMENT_BYTES * parameters}
+        return ModelState(textbook, _present(device), {})
+    device = {"weights": weight * (-(-every // world_size) if stage == 3 else every)}
     host: dict[str, int] = {}
     if offload_param:
         host["weights"] = device.pop("weights")
@@ -57,7 +66,7 @@ def model_state(
     optimizer_home["moments"] = MOMENT_BYTES * share
     if stage == 3 or offload_optimizer:
         optimizer_home["gradients"] = (4 if offload_optimizer else weight) * share
-    return ModelState(textbook_bytes(parameters, stage, world_size, precision), _present(device), _present(host))
+    return ModelState(textbook, _present(device), _present(host))
 
 
 def reduce_bucket_bytes(deepspeed: dict[str, Any], stage: int, precision: str) -> int:

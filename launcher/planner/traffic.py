@@ -9,9 +9,12 @@ from __future__ import annotations
 from launcher.planner.memory import WEIGHT_BYTES
 
 
-def bytes_per_step(parameters: int, stage: int, world_size: int, precision: str, accumulation: int) -> dict[str, int]:
+def bytes_per_step(
+    parameters: int, stage: int, world_size: int, precision: str, accumulation: int, frozen: int = 0
+) -> dict[str, int]:
     """{forward, backward, update, total} in bytes per rank; zero on one rank.
 
+    `frozen` parameters beside the trained ones are only ever gathered, at stage 3.
     Stage 2 reduces gradients, and stage 3 gathers weights too, on each of the `accumulation` micro-batches.
     """
     unit = parameters * WEIGHT_BYTES[precision] if world_size > 1 else 0
@@ -23,5 +26,6 @@ def bytes_per_step(parameters: int, stage: int, world_size: int, precision: str,
     elif stage == 2:
         backward, update = unit * accumulation, unit
     else:
-        forward, backward = unit * accumulation, 2 * unit * accumulation
+        whole = unit + (frozen * WEIGHT_BYTES[precision] if world_size > 1 else 0)
+        forward, backward = whole * accumulation, (whole + unit) * accumulation
     return {"forward": forward, "backward": backward, "update": update, "total": forward + backward + update}

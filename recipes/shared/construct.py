@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 RESIDENT_BYTES = 64 * 2**20  # whole parameters kept for code that edits several in a row
 
-Read = Callable[[str], torch.Tensor]
+Read = Callable[[str], torch.Tensor | None]
 _T = torch.Tensor
 # Questions about a parameter that its placeholder answers: shape and type, not values.
 _METADATA = {
@@ -102,7 +102,7 @@ class ShardedConstruction(TorchFunctionMode):
     ) -> None:
         """Gives each parameter, cast to `dtype`, to zero.Init in turn: shards land where `ds_config` says.
 
-        `read`: value of the parameter of that name, asked for on rank 0 alone; None: what construction gave.
+        `read`: value of the parameter of that name, or None for what construction gave; asked for on rank 0 alone.
         """
         assert self.drawn or read is not None, "no rank has values for these parameters"
         self._shed_all()
@@ -181,7 +181,8 @@ class _Stream(nn.Module):
                 construction.resident.pop(id(parameter))
                 del construction.shards[id(parameter)]
             if read is not None and construction.rank == 0:  # zero.Init broadcasts rank 0's
-                parameter.data = read(name)
+                value = read(name)
+                parameter.data = parameter.data if value is None else value
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
             shape = parameter.shape

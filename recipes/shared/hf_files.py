@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from recipes.shared.lora import base_of
+
 CONFIG, GENERATION = "config.json", "generation_config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
@@ -20,7 +22,11 @@ NOT_TOKENIZER = (CONFIG, GENERATION, "trainer_state.json", "training_args.json",
 
 
 def describe(model: Any) -> dict[str, Any] | None:
-    """{CONFIG, GENERATION: contents} as save_pretrained would write them; None for a model of another library."""
+    """{CONFIG, GENERATION: contents} as save_pretrained would write them; None for a model of another library.
+
+    Of a model with an adapter: those of the model it was put into.
+    """
+    model = base_of(model)
     if not hasattr(getattr(model, "config", None), "to_diff_dict"):
         return None
     generation = getattr(model, "generation_config", None)

@@ -18,12 +18,14 @@ from launcher.plan import Plan
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
 from recipes.shared.hf_config import DTYPES, make_config
+from recipes.shared.lora import PREFIX, adapted, base_name
 from recipes.shared.pretrained import load_whole, match, open_weights
 
 
 def build_model(plan: Plan, ranks: Ranks) -> nn.Module:
     """The model in training mode. Weights equal those of a plain construction after `torch.manual_seed(run.seed)`, or
-    those of `model.init_from`; a run that goes on gets its own from the checkpoint later.
+    those of `model.init_from`; a run that goes on gets its own from the checkpoint later. With peft=lora an adapter is
+    added, which changes nothing yet.
 
     All ranks. Stages 0 to 2: whole, fp32, on the CPU (the engine casts and moves it). Stage 3: partitioned.
     """
@@ -32,10 +34,11 @@ def build_model(plan: Plan, ranks: Ranks) -> nn.Module:
     if plan.zero_stage == 3 and ranks.world_size > 1:
         model = _partitioned(plan, ranks, Path(given) if given else None)
     elif given is None:
-        model = from_config(plan)
+        model = adapted(plan, from_config(plan))
     else:
         model = _undrawn(plan)
         load_whole(model, Path(given))
+        model = adapted(plan, model)
     seed_everything(plan.config.run.seed + 1 + ranks.rank)  # dropout differs between ranks
     model.train()
     return model
@@ -46,16 +49,24 @@ def _partitioned(plan: Plan, ranks: Ranks, given: Path | None) -> nn.Module:
     dtype = DTYPES[plan.precision]
     if given is None:
         with ShardedConstruction(ranks.device) as construction:
-            model = from_config(plan)
+            model = adapted(plan, from_config(plan))
         construction.partition(model, dtype, plan.deepspeed)
         return model
     with ShardedConstruction(ranks.device, drawn=False) as construction:
-        model = _undrawn(plan)
-    matched = match(model, open_weights(given), given)
-    construction.partition(model, dtype, plan.deepspeed, lambda name: matched[name].read())
-    for name, buffer in model.named_buffers():
-        if name in matched:
-            buffer.data.copy_(matched[name].read())
+        base = _undrawn(plan)
+        matched = match(base, open_weights(given), given)
+        construction.drawn = True  # the adapter, which no folder holds
+        model = adapted(plan, base)
+
+    def read(name: str) -> torch.Tensor | None:
+        known = base_name(name)
+        return None if known is None else matched[known].read()
+
+    construction.partition(model, dtype, plan.deepspeed, read)
+    for name, buffer in base.named_buffers():
+        known = base_name(f"{PREFIX}{name}")
+        if known in matched:
+            buffer.data.copy_(matched[known].read())
     return model
 
 

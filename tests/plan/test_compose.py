@@ -31,6 +31,7 @@ FILES = {
     "offload": 4,
     "optim": 6,
     "parameters": 2,
+    "peft": 2,
     "precision": 3,
     "recipe": 3,
     "schedule": 3,

@@ -41,6 +41,9 @@ NOT_PROVEN = {
     "numbers_are_finite": NOT_ABOUT_THE_ENGINE,
     "export_is_sound": NOT_ABOUT_THE_ENGINE,
     "parameter_groups_are_sound": NOT_ABOUT_THE_ENGINE,
+    "peft_is_known": NOT_ABOUT_THE_ENGINE,
+    "peft_options_need_lora": NOT_ABOUT_THE_ENGINE,
+    "lora_is_sound": NOT_ABOUT_THE_ENGINE,
     "hpz_groups_lie_within_a_host": "which links a gather uses shows on several hosts only",
 }
 

@@ -40,6 +40,7 @@ def load(state: TrainState, folder: Path) -> None:
         raise UserError(
             Problem(str(folder), ", ".join(odd[:5]), "the model has other trainable parameters", "resume its own model")
         )
+    refuse_missing(engine.module, {entry.name for entry in stored}, folder)
     tensors = {"master": masters} | moments
     stage = engine.zero_optimization_stage()
     if stage == 3:
@@ -52,6 +53,14 @@ def load(state: TrainState, folder: Path) -> None:
     if engine.lr_scheduler is not None and optimizer.schedule:
         engine.lr_scheduler.load_state_dict(optimizer.schedule)
     engine.skipped_steps = optimizer.skipped_steps
+
+
+def refuse_missing(module: nn.Module, names: set[str], folder: Path) -> None:
+    """Raises UserError, by name, when the checkpoint lacks a parameter: a frozen one would keep a value drawn anew."""
+    missing = [name for name, _ in module.named_parameters() if name not in names]
+    if missing:
+        got, why = f"{len(missing)} tensors are missing", f"the model has {', '.join(missing[:5])}, and it does not"
+        raise UserError(Problem(str(folder), got, why, "choose another checkpoint"))
 
 
 def _refuse_unsupported(engine: Any, kind: str, folder: Path) -> None:

@@ -41,6 +41,7 @@ def restore(state: TrainState) -> None:
     saved = manifest.read(folder)
     if saved is None:
         raise UserError(Problem("checkpoint", str(folder), "it has no manifest", "choose an older one"))
+    elastic.refuse_missing(state.engine.module, set(saved["parameters"]), folder)
     same = manifest.layout(saved) == manifest.layout_of(state.plan)
     say(state.run, f"loading {folder.name}" if same else f"loading {folder.name} into another layout")
     if same:

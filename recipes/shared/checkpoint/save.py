@@ -23,7 +23,7 @@ import torch.distributed as dist
 from launcher.errors import Problem, UserError
 from launcher.plan import installed_versions
 from launcher.rundir import RunDir, write_text
-from recipes.shared import hf_files
+from recipes.shared import hf_files, lora
 from recipes.shared.checkpoint import background, manifest
 from recipes.shared.checkpoint.room import refuse_without_room
 from recipes.shared.distributed import barrier, meet, say
@@ -192,6 +192,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
         "plan_fingerprint": plan.fingerprint,
         "model_config": plan.config.model.config,
         "hugging_face": hf_files.describe(state.engine.module),
+        "adapter": lora.describe(state.engine.module),
         "versions": installed_versions(),
         "tracker_run_id": state.tracker_run_id,
         "tracked_as": state.tracked_as,
