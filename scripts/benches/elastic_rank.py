@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from benches.group import warm
-from benches.memory import PeakMemory
+from benches.memory import PeakMemory, trim
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.distributed import barrier
 from recipes.shared.state import TrainState
@@ -28,6 +28,7 @@ def work(state: TrainState, request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(universal or state.plan.resume_from)
     if state.ranks.is_main:
         warm(folder)
+    trim()
     with PeakMemory() as memory:
         barrier()
         start = time.perf_counter()

@@ -35,7 +35,7 @@ DEFAULTS = [
 SMALL_BUCKET = "deepspeed.zero_optimization.reduce_bucket_size=20000000"  # DeepSpeed's own takes 2 GB of each rank
 # Overrides of a Llama with 32,000 tied embeddings, by millions of parameters.
 MODELS = {
-    130: ["model=llama_125m"],
+    130: ["model=llama_125m", "model.config.num_hidden_layers=15"],
     300: [
         "model=llama_125m",
         "model.config.hidden_size=1024",
