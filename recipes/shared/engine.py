@@ -16,15 +16,20 @@ from torch import nn
 from launcher.plan import Plan
 from recipes.shared import startup
 from recipes.shared.groups import parameter_groups
+from recipes.shared.leaf_modules import mark_leaf_modules
+from recipes.shared.scalars import clip_scalars_too, sent_as_vectors
 
 
 def build_engine(plan: Plan, model: nn.Module) -> Any:
     """The engine over `model` with the optimizer and schedule of the plan's DeepSpeed dict. All ranks."""
     startup.prepare(plan)
     parameters = parameter_groups(plan, model)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
-    )
+    mark_leaf_modules(plan, model)
+    with sent_as_vectors(model):
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
+        )
+    clip_scalars_too(engine)
     return engine
 
 
