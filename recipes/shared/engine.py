@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from launcher.plan import Plan
-from recipes.shared import startup
+from recipes.shared import masters, startup
 from recipes.shared.groups import parameter_groups
 
 
@@ -25,6 +25,7 @@ def build_engine(plan: Plan, model: nn.Module) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
     )
+    masters.link(engine)
     return engine
 
 
