@@ -255,6 +255,8 @@ def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure |
             lines = failure.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             print("".join(f"  | {line}\n" for line in lines), end="", file=sys.stderr)
         print(f"log: {failure.log}", file=sys.stderr)
+    if summary.get("audit_findings"):
+        print(f"audit:     {summary['audit_findings']} finding(s) about partitioned parameters: {run.audit}")
     if summary.get("final_eval_loss") is not None:
         print(
             f"final validation loss {summary['final_eval_loss']:.4f} nats/token "
