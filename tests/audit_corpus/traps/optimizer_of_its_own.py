@@ -26,5 +26,4 @@ def step(engine, ids):
 
 
 def after(engine, folder):
-    optimizer = torch.optim.SGD(engine.module.head.parameters(), lr=0.1)
-    optimizer.step()  # trap: optimizer
+    torch.optim.SGD(engine.module.head.parameters(), lr=0.1).step()  # trap: optimizer
