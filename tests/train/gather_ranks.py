@@ -165,3 +165,26 @@ def resizing(case: dict[str, Any]) -> dict[str, Any]:
     except UserError as error:
         refused = error.problems[0].why
     return {"old": old, "seen": seen, "refused": refused}
+
+
+def empty_parameter(case: dict[str, Any]) -> dict[str, Any]:
+    """A table of no rows beside the model's layers: trained, then frozen."""
+    plan = Plan.from_json(case["plan"])
+    model = build_model(plan, distributed.initialise(plan))
+    table = torch.nn.Parameter(torch.empty(0, 8))
+    model.table = table
+    try:
+        build_engine(plan, model)
+        said = ""
+    except UserError as error:
+        said = f"{error.problems[0].got}: {error.problems[0].why}"
+    return {"said": said}
+
+
+def held(case: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of parameters that each rank holds of the model it has just built, and those of the whole."""
+    plan = Plan.from_json(case["plan"])
+    model = build_model(plan, distributed.initialise(plan))
+    shards = [p.ds_tensor for p in model.parameters()] if plan.zero_stage == 3 else list(model.parameters())
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in shards}
+    return {"ranks": _every(sum(storages.values())), "whole": 4 * gather.parameter_counts(model).total}

@@ -124,3 +124,18 @@ def test_new_rows_are_the_same_on_every_rank_and_at_every_stage(engines: Engines
     assert longer[: 64 * 32] == reference["old"] and shorter == reference["old"][: 50 * 32]
     new = longer[64 * 32 :]
     assert len(new) == 3 * 32 and 0.01 < (sum(value**2 for value in new) / len(new)) ** 0.5 < 0.03
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_trained_parameter_of_no_elements_is_named_before_the_engine_fails(engines: Engines, zero: str) -> None:
+    """deepspeedai/DeepSpeed#8297: an assertion, a division by zero, or nothing, by the stage."""
+    said = asked(engines, "empty_parameter", zero)["said"]
+    assert said.startswith("table: 1 trained parameter(s) have no elements")
+
+
+@pytest.mark.parametrize(("zero", "share"), [("stage2", 1.0), ("stage3", 0.5)])
+def test_a_rank_holds_its_share_of_the_model_once_it_is_built(engines: Engines, zero: str, share: float) -> None:
+    """deepspeedai/DeepSpeed#8089: zero.Init before the process group is there makes every rank hold all of it."""
+    answer = asked(engines, "held", zero, UNEVEN)
+    for held in answer["ranks"]:
+        assert held == pytest.approx(share * answer["whole"], rel=0.01)  # odd sizes are padded
