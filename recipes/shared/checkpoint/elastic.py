@@ -16,8 +16,8 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from torch import nn
 
 from launcher.errors import Problem, UserError
-from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared import gather
+from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.reader import Entry, OptimizerState, open_checkpoint, open_optimizer
 from recipes.shared.state import TrainState
 
