@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher import (
+    rules_audit,
     rules_keep,
     rules_model,
     rules_optimizer,
@@ -67,6 +68,10 @@ RULES: tuple[Rule, ...] = (
     rules_peft.peft_is_known,
     rules_peft.peft_options_need_lora,
     rules_peft.lora_is_sound,
+    rules_audit.audit_is_known,
+    rules_audit.audit_watches_steps,
+    rules_audit.strict_audit_needs_stage3,
+    rules_audit.audit_path_needs_its_mode,
     rules_zero.stage_is_known,
     rules_zero.offload_optimizer_needs_a_stage,
     rules_zero.offload_param_needs_stage3,

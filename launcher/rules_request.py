@@ -17,7 +17,7 @@ from launcher.env import SECRET
 from launcher.errors import Problem
 from launcher.schema import ExportSection, RunConfig
 
-MODES = ("train", "plan", "check", "explain")
+MODES = ("train", "plan", "check", "explain", "audit")
 RECIPES = ("pretrain", "custom", "resume", "export")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 

@@ -252,7 +252,7 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
         for path in (run.plan, run.config, run.overrides, run.ds_config, run.provenance):
             if path.exists():  # they stay until they are replaced: killed in between, this is still a run
                 shutil.copyfile(path, kept / path.name)
-        for path in (run.effective, run.summary):
+        for path in (run.effective, run.audit, run.summary):
             if path.exists():
                 os.replace(path, kept / path.name)
         run.reset_control()
@@ -459,6 +459,7 @@ def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dic
         "attempt": attempt,
         "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
         **result,
+        "audit_findings": None if (audit := read_json(run.audit)) is None else len(audit["findings"]),
         "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
         "failure": None
         if failure is None

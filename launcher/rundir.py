@@ -34,6 +34,7 @@ class RunDir:
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.audit = self.path / "audit.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.latest = self.checkpoints / "latest"

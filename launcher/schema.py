@@ -174,6 +174,18 @@ class WatchSection:
 
 
 @dataclass
+class AuditSection:
+    mode: str
+    """At stage 3, what becomes of misused partitioned parameters: off, warn (reported) or strict (the run ends)."""
+    steps: int
+    """Optimizer steps that are watched, from the model's construction on; nothing is afterwards."""
+    path: str | None
+    """File or folder of Python sources that mode=audit reads; null in the other modes."""
+    format: str
+    """text or json: how `mode=audit` prints."""
+
+
+@dataclass
 class CheckpointSection:
     every: int
     """Optimizer steps between checkpoints; 0: only at the end."""
@@ -242,7 +254,7 @@ class RecipeSection:
 @dataclass
 class RunConfig:
     mode: str
-    """train (start it), plan (print it, start and write nothing), check (look at every host) or explain (`key`)."""
+    """train (start it), plan (print it), check (look at every host), explain (`key`) or audit (read sources)."""
     key: str | None
     """What mode=explain explains: an option, a group or a DeepSpeed key; null in the other modes."""
     recipe: RecipeSection
@@ -260,6 +272,7 @@ class RunConfig:
     launch: LaunchSection
     check: CheckSection
     watch: WatchSection
+    audit: AuditSection
     checkpoint: CheckpointSection
     tracker: TrackerSection
     export: ExportSection

@@ -23,6 +23,7 @@ from tests.plan.asking import COMBINATIONS, CONF, broken_rules, combination, com
 
 FILES = {
     "activation": 2,
+    "audit": 3,
     "checkpoint": 2,
     "cluster": 3,
     "data": 6,
@@ -49,6 +50,7 @@ def needs(group: str, choice: str, folder: Path) -> list[str]:
     (folder / "hosts").write_text("alpha slots=2\nbeta slots=2\n")
     two = ["cluster=hostfile", f"cluster.hostfile={folder}/hosts", "cluster.accelerator=cuda"]
     return {
+        ("audit", "strict"): ["zero=stage3"],
         ("cluster", "hostfile"): two[1:],
         ("data", "hub"): ["data.path=json"],
         ("data", "custom"): ["data.target=tests.train.own_models.vectors"],

@@ -87,6 +87,16 @@ def test_the_trainer_has_the_same_losses_over_twenty_steps(tmp_path: Path) -> No
 
 
 @pytest.mark.train
+def test_audit_bench_times_steps_after_those_that_are_watched(tmp_path: Path) -> None:
+    words = ["audit", "pairs=1", "steps=3", "skip=2", "audit.steps=1", *TINY, f"data.cache_dir={tmp_path}"]
+    [row] = rows_of(bench(*words))
+    assert row["bound"] == "at most 1.02"
+    assert row["median"] == pytest.approx(
+        row["parts"]["audit=off, tokens/s"][0] / row["parts"]["audit=warn, tokens/s"][0]
+    )
+
+
+@pytest.mark.train
 def test_save_bench_saves_both_ways_in_one_run(tmp_path: Path) -> None:
     rows = rows_of(bench("save", "pairs=1", *TWO_RANKS, f"data.cache_dir={tmp_path}"))
     blocked, with_loss, step, with_steps, memory = rows
@@ -257,6 +267,7 @@ def test_unknown_bench_lists_those_there_are() -> None:
         (["loop", "quick"], "'quick' is no key=value; its own options: pairs, steps, skip"),
         (["loop", "steps=5", "skip=5"], "of 5 steps, 5 cannot be left out"),
         (["kill", "kills=3"], "kills is at least 4"),
+        (["audit", "skip=3"], "3 steps are watched: skip=5 leaves them out"),
         (["start", "zero=stage9"], "launch.py refuses this request"),
         (["save", "millions=7"], "millions is one of 130, 300, 400, 1000, not 7"),
         (["elastic", "stage=0"], "stage is 1, 2 or 3, not 0"),

@@ -46,7 +46,7 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 from launcher.plan import Plan  # noqa: E402
 from launcher.rundir import RunDir  # noqa: E402
 from recipes import pretrain  # noqa: E402
-from recipes.shared import distributed  # noqa: E402
+from recipes.shared import distributed, gather  # noqa: E402
 from recipes.shared.checkpoint import load, save  # noqa: E402
 from recipes.shared.effective import differences, read_back  # noqa: E402
 from recipes.shared.engine import build_engine  # noqa: E402
@@ -216,9 +216,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def _weights(engine: Any) -> float:
     """Norm of all weights together. All ranks."""
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
-        return float(torch.stack([parameter.detach().double().norm() for parameter in parameters]).norm())
+    return float(torch.tensor(list(gather.norms(engine.module).values()), dtype=torch.float64).norm())
 
 
 def _asked(engine: Any, path: str) -> Any:

@@ -26,6 +26,10 @@ Check = Callable[[Answer, Answer], None]
 NOT_ABOUT_THE_ENGINE = "decides before an engine exists: tests/plan/test_rules.py"
 NOT_PROVEN = {
     "mode_is_known": NOT_ABOUT_THE_ENGINE,
+    "audit_is_known": NOT_ABOUT_THE_ENGINE,
+    "audit_watches_steps": NOT_ABOUT_THE_ENGINE,
+    "strict_audit_needs_stage3": NOT_ABOUT_THE_ENGINE,
+    "audit_path_needs_its_mode": NOT_ABOUT_THE_ENGINE,
     "recipe_is_known": NOT_ABOUT_THE_ENGINE,
     "launcher_is_known": NOT_ABOUT_THE_ENGINE,
     "launcher_needs_hosts": NOT_ABOUT_THE_ENGINE,

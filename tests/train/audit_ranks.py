@@ -1,0 +1,145 @@
+"""Runs the jobs of tests/audit_corpus at stage 3 under the audit, one after the other in the same ranks.
+
+Run in ranks that the engine server forks, by test_audit.py.
+Must never let one job see what another left: an engine and an audit for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer
+
+from launcher.errors import UserError
+from recipes.shared.audit.watch import Audit
+from recipes.shared.construct import ShardedConstruction
+
+STEPS = 2
+PATIENCE_S = 5.0
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def corpus(case: dict[str, Any]) -> dict[str, Any]:
+    """{job: what the audit found, and the error it ended with} for each of `case["jobs"]`."""
+    answers = {}
+    for job in case["jobs"]:
+        with tempfile.TemporaryDirectory() as folder:
+            answers[job] = run(job, Path(folder))
+    return {"jobs": answers}
+
+
+def strict(case: dict[str, Any]) -> dict[str, Any]:
+    """What a job ends with when its first finding is raised, and whether the audit was gone by then."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = run(case["job"], Path(folder), strict=True)
+    return {"ended": answer["error"], "installed": _installed()}
+
+
+def taken_away(case: dict[str, Any]) -> dict[str, Any]:
+    """What is installed while the audit watches, and what is left of it when it has seen its steps."""
+    before = _installed()
+    module = importlib.import_module("tests.audit_corpus.clean.norm_by_gather")
+    audit = Audit(steps=1, strict=False)
+    audit.install()
+    during = _installed()
+    engine = _engine(module)
+    hooks = [_hooks(engine.module)]
+    module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+    hooks.append(_hooks(engine.module))
+    calls = {"backward", "step", "save_checkpoint", "load_checkpoint", "no_sync"}
+    left = sorted(calls & set(vars(engine)))
+    return {"before": before, "during": during, "after": _installed(), "hooks": hooks, "left": left}
+
+
+def alone(case: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 waits for something else while rank 0 goes into a forward."""
+    module = importlib.import_module("tests.audit_corpus.clean.norm_by_gather")
+    audit = Audit(steps=1, strict=False, patience_s=2.0)
+    audit.install()
+    engine = _engine(module)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has given up"])
+        return {}
+    try:
+        module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+        said = ""
+    except UserError as error:
+        said = error.problems[0].why
+    store.set("rank 0 has given up", "")
+    return {"said": said}
+
+
+def _installed() -> dict[str, Any]:
+    """What an audit changes in a process."""
+    gathered = deepspeed.zero.GatheredParameters
+    return {
+        "modes": torch._C._len_torch_function_stack(),
+        "initialize": deepspeed.initialize.__module__,
+        "gathers": sorted(
+            {getattr(gathered, name).__code__.co_filename for name in ("__init__", "__enter__", "__exit__")}
+        ),
+        "registration": len(hooks._global_parameter_registration_hooks) + len(hooks._global_module_registration_hooks),
+        "optimizers": len(optimizer._global_optimizer_pre_hooks),
+    }
+
+
+def _hooks(model: torch.nn.Module) -> int:
+    """Forward pre-hooks of all modules, and hooks on gradients."""
+    counted = sum(len(module._forward_pre_hooks) for module in model.modules())
+    return counted + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def run(job: str, folder: Path, strict: bool = False) -> dict[str, Any]:
+    """One job in this process group; all ranks."""
+    parameter_offload.FWD_MODULE_STACK.clear()  # a forward that raised leaves it as it was
+    torch.manual_seed(7)
+    audit = Audit(steps=STEPS + 1, strict=strict, patience_s=PATIENCE_S)  # ended here, after `after`
+    audit.install()
+    error = None
+    try:
+        _steps(importlib.import_module(f"tests.audit_corpus.{job}"), folder)
+    except Exception as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {raised}"
+    audit.finish()
+    found = [dataclasses.asdict(finding) for finding in audit.merged]
+    return {"found": json.loads(json.dumps(found)), "error": error}
+
+
+def _engine(module: Any) -> Any:
+    """The job's engine, as a recipe builds one."""
+    with ShardedConstruction(torch.device("cpu")) as construction:
+        model = module.build()
+    construction.partition(model, torch.float32, CONFIG)
+    if hasattr(module, "prepared"):
+        module.prepared(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=CONFIG, dist_init_required=False)
+    return engine
+
+
+def _steps(module: Any, folder: Path) -> None:
+    engine = _engine(module)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        module.step(engine, torch.randint(0, 16, (4, 6), generator=generator))
+    if hasattr(module, "after"):
+        with contextlib.chdir(folder):
+            module.after(engine, folder)
