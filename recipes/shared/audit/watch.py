@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -124,8 +125,11 @@ class Audit:
         engine, *rest = self.initialize(*args, **kwargs)
         self.register.built(engine)
         self.gradients = Gradients(model)
+        leaves = [name for name, module in model.named_modules() if z3_leaf_module(module)]
         for name, module in model.named_modules():
-            if module._parameters or name == "":
+            if any(name.startswith(f"{leaf}.") for leaf in leaves):
+                continue  # it is fetched with the whole leaf: ranks may differ there
+            if module._parameters or name == "" or name in leaves:
                 self.handles.append(module.register_forward_pre_hook(self._forward(name), prepend=True))
         for name in _CALLS:
             setattr(engine, name, self._told(name, getattr(engine, name)))
