@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher import (
+    rules_finetune,
     rules_model,
     rules_optimizer,
     rules_parameters,
@@ -55,6 +56,10 @@ RULES: tuple[Rule, ...] = (
     rules_model.model_shape_is_sound,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
+    rules_finetune.finetuning_begins_with_weights,
+    rules_finetune.conversations_are_finetuned,
+    rules_finetune.packs_are_kept_apart,
+    rules_finetune.generation_needs_prompts,
     rules_parameters.parameter_groups_are_sound,
     rules_parameters.group_rates_need_a_relative_schedule,
     rules_peft.peft_is_known,

@@ -18,7 +18,7 @@ from launcher.errors import Problem
 from launcher.schema import ExportSection, RunConfig
 
 MODES = ("train", "plan", "check", "explain")
-RECIPES = ("pretrain", "resume", "export")
+RECIPES = ("pretrain", "finetune", "resume", "export")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 
 

@@ -47,6 +47,10 @@ class EvalSection:
     """Optimizer steps between evaluations; 0: only at the end."""
     samples: int
     """Held-out samples per evaluation (fewer when the validation split is smaller); 0: none."""
+    generate: int
+    """Held-out conversations whose prompts are answered at each evaluation, in generations.jsonl; 0: none."""
+    max_new_tokens: int
+    """Longest of those answers, in tokens."""
 
 
 @dataclass
@@ -212,7 +216,7 @@ class PlanSection:
 @dataclass
 class RecipeSection:
     name: str
-    """The job: pretrain, resume or export."""
+    """The job: pretrain, finetune, resume or export."""
 
 
 @dataclass
