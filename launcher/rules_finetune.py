@@ -34,7 +34,7 @@ def conversations_are_finetuned(config: RunConfig, cluster: Cluster, ds: dict[st
 
 
 def packs_are_kept_apart(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
-    """transformers 5.24 modeling_flash_attention_utils.py `_is_packed_sequence`: only a batch of one row is looked at."""
+    """transformers 5.24 modeling_flash_attention_utils.py `_is_packed_sequence` looks at a batch of one row alone."""
     kernel, rows = str(config.model.attn_implementation), ds.get("train_micro_batch_size_per_gpu")
     packed = config.data.get("kind") == CHAT and config.data.get("packing") is True
     if not packed or "flash" not in kernel or not isinstance(rows, int) or rows == 1:
