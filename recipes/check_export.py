@@ -19,11 +19,12 @@ from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.build import prepare
-from recipes.shared.data.corpus import open_corpus
+from recipes.shared.data.corpus import open_validation
+from recipes.shared.evaluate import on_device
 from recipes.shared.hf_config import DTYPES
 from recipes.shared.hf_files import CONFIG
 from recipes.shared.lora import ADAPTER_CONFIG
-from recipes.shared.losses import causal_lm_sample_losses
+from recipes.shared.losses import CausalLM
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through
 
@@ -59,13 +60,13 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
-    """Mean loss in nats/token over the first SAMPLES validation samples."""
+    """Mean loss in nats/token over the first SAMPLES validation samples, each by its weight."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     data, length = plan.config.data, plan.config.train.sequence_length
-    validation = open_corpus(prepare(data, length, Path(data["cache_dir"])), length)[2]
+    validation = open_validation(prepare(data, length, Path(data["cache_dir"])), length)
     count = min(plan.config.eval.samples, len(validation), SAMPLES)
     weights = base or folder
     model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype], local_files_only=True)
@@ -74,9 +75,9 @@ def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
 
         model = PeftModel.from_pretrained(model, folder)
     model.eval()
+    numbers, losses = np.arange(count), []
     with torch.no_grad():
-        losses = [
-            float(causal_lm_sample_losses(model, torch.from_numpy(validation.batch(np.array([number])))).double())
-            for number in range(count)
-        ]
-    return sum(losses) / count
+        for number in numbers:
+            batch = on_device(validation.batch(numbers[number : number + 1]), model.device)
+            losses.append(float(CausalLM().sample_losses(model, batch).double()))
+    return float(np.average(losses, weights=validation.weights(numbers)))

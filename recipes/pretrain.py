@@ -9,13 +9,14 @@ from __future__ import annotations
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 from recipes.shared import distributed
+from recipes.shared.adapter import trained_targets
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.data.prepare import corpus_folder
 from recipes.shared.effective import record_effective
 from recipes.shared.engine import build_engine
 from recipes.shared.loop import train
-from recipes.shared.losses import causal_lm_loss
+from recipes.shared.losses import CausalLM
 from recipes.shared.metrics import Metrics
 from recipes.shared.model import build_model
 from recipes.shared.state import TrainState
@@ -29,9 +30,9 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     meta, training, validation = open_corpus(corpus_folder(plan, ranks), plan.config.train.sequence_length)
     engine = build_engine(plan, build_model(plan, ranks))
     record_effective(engine, plan, run_dir)
-    state = TrainState(engine=engine, plan=plan, ranks=ranks, run=run_dir)
+    state = TrainState(engine=engine, plan=plan, ranks=ranks, run=run_dir, data_digest=meta.digest)
     restore(state)
     tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
-    train(state, training, validation, causal_lm_loss, metrics)
-    metrics.finish(meta.unigram_entropy)
+    train(state, training, validation, CausalLM(), metrics)
+    metrics.finish(meta.unigram_entropy, adapter=trained_targets(state, metrics.moved))

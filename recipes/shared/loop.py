@@ -1,6 +1,6 @@
 """The shared train loop: fetch, forward and backward, step, log, evaluate, checkpoint, leave.
 
-Called by recipes on every rank with a loss function and two token windows.
+Called by recipes on every rank with an objective and the samples of two splits.
 Must never branch on the stage, the offload or the recipe, and never let ranks disagree on what comes next.
 """
 
@@ -18,35 +18,50 @@ from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.checkpoint.load import check_fixed_batch
 from recipes.shared.checkpoint.save import save
 from recipes.shared.data.order import sample_indices
-from recipes.shared.data.windows import TokenWindows
+from recipes.shared.data.samples import Grouped, Samples
 from recipes.shared.distributed import say
 from recipes.shared.engine import plain_grad_norm
-from recipes.shared.evaluate import evaluate
+from recipes.shared.evaluate import evaluate, on_device
+from recipes.shared.losses import Batch, Objective
 from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.state import TrainState
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
+def train(
+    state: TrainState,
+    training: Samples,
+    validation: Samples,
+    objective: Objective,
+    metrics: Metrics,
+    show: Callable[[], None] | None = None,
+) -> None:
+    """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint.
 
-def train(state: TrainState, training: TokenWindows, validation: TokenWindows, loss_of: Loss, metrics: Metrics) -> None:
-    """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint."""
+    `show`: called at each evaluation, on all ranks.
+    """
     plan, engine = state.plan, state.engine
     stop = StopRequest(state)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
-    state.fixed_batch_loss = lambda: evaluate(state, validation, SAMPLES)
+    state.fixed_batch_loss = lambda: evaluate(state, validation, objective, SAMPLES)
     check_fixed_batch(state)
     say(state.run, "training")
     metrics.start()
     stopping = False
+
+    def look() -> None:
+        if show is not None:
+            show()
+        metrics.evaluation(evaluate(state, validation, objective))
+
     while state.step < plan.config.run.steps and not stopping:
         losses = torch.zeros((), device=state.ranks.device)
         micro_batches = step_batches(state, training)
         lr = float(engine.optimizer.param_groups[0]["lr"])
         grad_norm = None
         watch.arm(plan.config.watch.stall_s)
-        for number, tokens in enumerate(micro_batches, 1):
+        for number, (batch, share) in enumerate(micro_batches, 1):
             watch.at("forward", state.step + 1)
-            loss = loss_of(engine, tokens)
+            loss = objective.loss(engine, batch) * share
             watch.at("backward")
             engine.backward(loss)
             losses += loss.detach()
@@ -64,29 +79,35 @@ def train(state: TrainState, training: TokenWindows, validation: TokenWindows, l
         if measure:
             record_compute_speed(state)
         if last or (evaluate_at and state.step % evaluate_at == 0):
-            metrics.evaluation(evaluate(state, validation))
+            look()
         if last or (checkpoint_at and state.step % checkpoint_at == 0):
             metrics.flush()
             save(state, metrics.recorded(), wait=last)
             metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
-        metrics.evaluation(evaluate(state, validation))
+        look()
         metrics.flush()
         save(state, metrics.recorded())
 
 
-def step_batches(state: TrainState, training: TokenWindows) -> list[torch.Tensor]:
-    """This rank's micro-batches of the next optimizer step, each int64 [micro, length] on the device.
+def step_batches(state: TrainState, training: Samples) -> list[tuple[Batch, float]]:
+    """This rank's micro-batches of the next optimizer step on the device, and what the mean of each counts.
+
+    The means of all micro-batches, each times its share, average to the mean over all samples of the step by weight,
+    as if they were one batch: weights are known on every rank, so nothing is sent for it. Equal weights: shares of 1.
 
     Sample j of the step goes to micro-batch j // (micro x world), rank j // micro % world: the set of samples of
     a step, and so its mean gradient, is the same for every world size.
     """
     batch, ranks = state.plan.batch, state.ranks
-    indices = sample_indices(
-        state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size
-    ).reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
+    step = sample_indices(state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size)
+    if isinstance(training, Grouped):
+        step = training.grouped(step)
+    indices = step.reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
+    weights = training.weights(indices.reshape(-1)).reshape(indices.shape).sum(axis=2)
+    shares = weights / (weights.sum() / weights.size)
     return [
-        torch.from_numpy(training.batch(indices[micro, ranks.rank])).to(ranks.device, non_blocking=True)
+        (on_device(training.batch(indices[micro, ranks.rank]), ranks.device), float(shares[micro, ranks.rank]))
         for micro in range(batch.gradient_accumulation_steps)
     ]
 

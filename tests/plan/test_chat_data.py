@@ -6,7 +6,6 @@ Must never use the network or the user's own cache folder.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,14 @@ from recipes.shared.data.build import cache_key, prepare
 from recipes.shared.data.corpus import open_conversations
 from recipes.shared.data.layouts import IGNORED, Packed, Padded, pack
 from tests.plan.asking import refuses
+from tests.plan.chats import MARKED, WORDS, conversation, word_tokenizer, written
 from tests.plan.test_data_kinds import options, refusal
-
-WORDS = ["<pad>", "<s>", "<end>", "user:", "assistant:", "system:", "end.", *(f"w{number}" for number in range(90))]
-PLAIN = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' <end> ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}{{ m['role'] + ': ' }}"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + ' <end>' }}{% endgeneration %}"
-    "{% else %}{{ m['content'] + ' <end>' }}{% endif %}{{ ' ' }}{% endfor %}"
-)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer of WORDS with the template PLAIN."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = PLAIN
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
-
-
-def conversation(*turns: str) -> dict[str, Any]:
-    """`turns` are spoken in turn, the first by the user; one that begins with "system" is none of theirs."""
-    spoken = [turn for turn in turns if not turn.startswith("system")]
-    roles = {id(turn): ("user", "assistant")[number % 2] for number, turn in enumerate(spoken)}
-    return {
-        "messages": [{"role": roles.get(id(turn), "system"), "content": turn.removeprefix("system ")} for turn in turns]
-    }
-
-
-def written(path: Path, *records: Any) -> str:
-    """A JSON Lines file of `records`."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+    """A tokenizer of words."""
+    return word_tokenizer(tmp_path / "tokenizer")
 
 
 def chat(folder: Path, *records: Any, **changes: Any) -> dict[str, Any]:

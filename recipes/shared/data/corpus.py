@@ -12,6 +12,7 @@ from launcher.errors import Problem, raise_if
 from recipes.shared.data.conversations import Conversations
 from recipes.shared.data.layouts import Packed, Padded
 from recipes.shared.data.meta import CONVERSATIONS, DataMeta, read_meta
+from recipes.shared.data.samples import Samples
 from recipes.shared.data.windows import TokenWindows
 
 
@@ -44,6 +45,13 @@ def open_conversations(folder: Path, sequence_length: int, packing: bool) -> tup
     train, validation = _conversations(folder, meta, sequence_length)
     kind = Packed if packing else Padded
     return meta, kind(train, sequence_length, meta.pad), Padded(validation, sequence_length, meta.pad)
+
+
+def open_validation(folder: Path, sequence_length: int) -> Samples:
+    """The validation samples of any kind of corpus, as an evaluation reads them."""
+    if read_meta(folder).layout == CONVERSATIONS:
+        return open_conversations(folder, sequence_length, packing=False)[2]
+    return open_corpus(folder, sequence_length)[2]
 
 
 def check_length(folder: Path, meta: DataMeta, sequence_length: int) -> None:

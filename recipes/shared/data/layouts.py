@@ -28,7 +28,7 @@ class Padded:
         """Conversations."""
         return len(self.conversations)
 
-    def batch(self, indices: Int64s) -> Arrays:
+    def batch(self, indices: Int64s) -> dict[str, npt.NDArray[np.generic]]:
         """input_ids, labels and attention_mask, each int64 [n, width]."""
         widest = int(self.conversations.lengths[indices].max())
         width = min(self.sequence_length, -(-widest // MULTIPLE) * MULTIPLE)
@@ -36,15 +36,19 @@ class Padded:
         for row, number in enumerate(indices):
             size = _put(arrays, row, 0, self.conversations, int(number))
             arrays["attention_mask"][row, :size] = 1
-        return arrays
+        return {**arrays}
 
     def weights(self, indices: Int64s) -> npt.NDArray[np.float64]:
         """Response tokens of each, float64 [n]."""
         return self.conversations.counts[indices].astype(np.float64)
 
+    def counts(self) -> dict[str, int]:
+        """What became of the conversations: samples they make, how many were cut, and left out."""
+        return _counts(self.conversations, len(self))
+
     def describe(self) -> str:
-        """What became of the conversations, in words."""
-        return _counts(self.conversations, self.sequence_length)
+        """The same in words."""
+        return _words(self.conversations, self.sequence_length)
 
     def grouped(self, indices: Int64s) -> Int64s:
         """The samples of a step by their length: those that meet in a micro-batch, on any rank, are of a size."""
@@ -67,7 +71,7 @@ class Packed:
         """Rows."""
         return len(self.bounds) - 1
 
-    def batch(self, indices: Int64s) -> Arrays:
+    def batch(self, indices: Int64s) -> dict[str, npt.NDArray[np.generic]]:
         """input_ids, labels and position_ids, each int64 [n, sequence_length]."""
         arrays = _empty(len(indices), self.sequence_length, self.pad)
         positions = np.zeros((len(indices), self.sequence_length), np.int64)
@@ -78,17 +82,21 @@ class Packed:
                 positions[row, start : start + size] = np.arange(size)
                 start += size
             positions[row, start:] = np.arange(self.sequence_length - start)
-        return arrays | {"position_ids": positions}
+        return {**arrays, "position_ids": positions}
 
     def weights(self, indices: Int64s) -> npt.NDArray[np.float64]:
         """Response tokens of each row, float64 [n]."""
         return self._counts[indices].astype(np.float64)
 
+    def counts(self) -> dict[str, int]:
+        """What became of the conversations: samples they make, how many were cut, and left out."""
+        return _counts(self.conversations, len(self))
+
     def describe(self) -> str:
-        """What became of the conversations, in words."""
+        """The same in words."""
         share = self.conversations.lengths.sum() / (len(self) * self.sequence_length)
-        counts = _counts(self.conversations, self.sequence_length)
-        return f"{counts}; packed into {len(self)} rows, {share:.0%} full"
+        words = _words(self.conversations, self.sequence_length)
+        return f"{words}; packed into {len(self)} rows, {share:.0%} full"
 
     def grouped(self, indices: Int64s) -> Int64s:
         """As they are: all rows are of a length."""
@@ -122,7 +130,12 @@ def pack(lengths: Int64s, capacity: int) -> tuple[Int64s, Int64s]:
     return np.array([number for members in packs for number in members], np.int64), np.cumsum([0, *sizes])
 
 
-def _counts(conversations: Conversations, sequence_length: int) -> str:
+def _counts(conversations: Conversations, samples: int) -> dict[str, int]:
+    left = {"truncated": conversations.truncated, "dropped": conversations.dropped}
+    return {"samples": samples, "conversations": len(conversations)} | left
+
+
+def _words(conversations: Conversations, sequence_length: int) -> str:
     return (
         f"{len(conversations)} conversations to train on: {conversations.truncated} cut to {sequence_length} tokens, "
         f"{conversations.dropped} left out because no response lies within them"
