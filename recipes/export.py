@@ -26,7 +26,7 @@ from launcher.rundir import RunDir, existing_parent, read_json, write_json
 from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
 from recipes.shared.hf_config import DTYPES
-from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
+from recipes.shared.hf_files import CONFIG, GENERATION, TEMPLATE, copy_tokenizer, described_in, write_model_config
 from recipes.shared.lora import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
@@ -87,7 +87,8 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, and its adapter."""
+    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, its adapter, and the chat
+    template it was trained with where that is not the tokenizer's own."""
 
     def __init__(
         self,
@@ -95,8 +96,10 @@ class _Source:
         described: dict[str, Any] | None,
         tokenizer: Path | None,
         adapter: dict[str, Any] | None = None,
+        template: str | None = None,
     ) -> None:
         self.shards, self.described, self.tokenizer, self.adapter = shards, described, tokenizer, adapter
+        self.template = template
 
 
 def _source(request: dict[str, Any]) -> _Source:
@@ -113,7 +116,8 @@ def _source(request: dict[str, Any]) -> _Source:
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}
-    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"))
+    template = plan.config.data.get("chat_template")
+    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), template)
 
 
 def _item(entry: Entry | Merged, dtype: torch.dtype) -> Item:
@@ -215,6 +219,8 @@ def _differs(staging: Path, shard: Shard, what: str) -> UserError:
 
 def _write_model_files(source: _Source, dtype: str, staging: Path, alone: bool) -> None:
     """Config, generation config and tokenizer, where they are known; of an adapter `alone`, its own config."""
+    if source.template is not None:
+        shutil.copy2(source.template, staging / TEMPLATE)  # what is there is not replaced by the tokenizer's
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
     if alone and source.adapter is not None:

@@ -6,6 +6,7 @@ Must never need more than the tokenizers library.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,12 @@ def word_tokenizer(folder: Path) -> Path:
 
 def conversation(*turns: str) -> dict[str, Any]:
     """`turns` are spoken in turn, the first by the user; one that begins with "system" is none of theirs."""
-    spoken = [turn for turn in turns if not turn.startswith("system")]
-    roles = {id(turn): ("user", "assistant")[number % 2] for number, turn in enumerate(spoken)}
-    return {
-        "messages": [{"role": roles.get(id(turn), "system"), "content": turn.removeprefix("system ")} for turn in turns]
-    }
+    messages: list[dict[str, str]] = []
+    speakers = itertools.cycle(("user", "assistant"))
+    for turn in turns:
+        role = "system" if turn.startswith("system") else next(speakers)
+        messages.append({"role": role, "content": turn.removeprefix("system ")})
+    return {"messages": messages}
 
 
 def written(path: Path, *records: Any) -> str:
