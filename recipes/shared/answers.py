@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from typing import Any
 
 from recipes.shared.data.layouts import Padded
 from recipes.shared.data.meta import DataMeta
-from recipes.shared.generate import generate
+from recipes.shared.distributed import say
+from recipes.shared.generate import Until, generate
 from recipes.shared.state import TrainState
 
 
@@ -22,6 +24,9 @@ class Answers:
     def __init__(self, state: TrainState, validation: Padded, meta: DataMeta) -> None:
         self.state, self.meta = state, meta
         count = min(state.plan.config.eval.generate, len(validation))
+        fields = state.plan.config.model.config
+        positions = fields.get("max_position_embeddings", fields.get("n_positions")) or math.inf
+        self.until = Until(frozenset(meta.ends), state.plan.config.eval.max_new_tokens, positions)
         self.asked = [validation.conversations.prompt(number) for number in range(count)]
 
     def __call__(self) -> None:
@@ -30,14 +35,14 @@ class Answers:
             return
         plan, ranks = self.state.plan, self.state.ranks
         prompts = [prompt.tolist() for prompt, _ in self.asked]
-        longest, rows = plan.config.eval.max_new_tokens, plan.batch.micro_batch_size
-        answers = generate(self.state.engine, ranks, prompts, self.meta.ends, longest, rows)
+        answers = generate(self.state.engine, ranks, prompts, self.until, plan.batch.micro_batch_size)
         if ranks.is_main:
             with self.state.run.generations.open("a", encoding="utf-8") as file:
                 for number, answer in enumerate(answers):
                     record = self._record(number, answer)
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    print(f"step {self.state.step}  {record['prompt']!r} -> {record['answer']!r}", flush=True)
+                    if number == 0:
+                        say(self.state.run, f"answer to {record['prompt']!r}: {record['answer']!r}")
 
     def _record(self, number: int, answer: list[int]) -> dict[str, Any]:
         prompt, response = self.asked[number]

@@ -13,20 +13,19 @@ import torch.distributed as dist
 from launcher.plan import Plan
 from recipes.shared import distributed
 from recipes.shared.engine import build_engine
-from recipes.shared.generate import generate
+from recipes.shared.generate import Until, generate
 from recipes.shared.model import build_model
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:
-    """Answers to case["prompts"], which end in one of case["ends"], and how often each rank ran the model."""
+    """Answers to case["prompts"] for each of case["ends"], and how often each rank ran the model."""
     plan = Plan.from_json(case["plan"])
     ranks = distributed.initialise(plan)
     engine = build_engine(plan, build_model(plan, ranks))
     forwards = []
     engine.module.register_forward_pre_hook(lambda *arguments: forwards.append(1))
-    found = [
-        generate(engine, ranks, case["prompts"], ends, case["max_new_tokens"], case["rows"]) for ends in case["ends"]
-    ]
+    untils = [Until(frozenset(ends), case["new"], case["positions"]) for ends in case["ends"]]
+    found = [generate(engine, ranks, case["prompts"], until, case["rows"]) for until in untils]
     every: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(every, len(forwards))
     return {"answers": found, "forwards": every, "training": engine.module.training}

@@ -304,7 +304,7 @@ def test_ranks_that_stop_at_different_lengths_give_the_answers_of_one_process(
 ) -> None:
     """deepspeedai/DeepSpeed#8262: three prompts, so that one rank of two has one less, and one of four has none."""
     prompts = [[3, 9, 2, 4], [3, 20, 21, 22, 2, 4], [5, 1]]
-    case = {"prompts": prompts, "max_new_tokens": 7, "rows": 1}
+    case = {"prompts": prompts, "new": 7, "rows": 1, "positions": 64}
     plan = plan_of(runs, (1, "stage0", 6))
     free = engines.call("tests.train.chat_ranks:answer", 1, plan=plan.to_json(), ends=[[]], **case)["answers"][0]
     assert [len(answer) for answer in free] == [7, 7, 7]
@@ -319,6 +319,9 @@ def test_ranks_that_stop_at_different_lengths_give_the_answers_of_one_process(
     assert "error" not in found, found
     assert found["answers"] == expected["answers"]
     assert len(set(found["forwards"])) == 1 and found["training"] is True
+    case |= {"positions": 8, "ends": [[]]}  # of a model with no more: the second prompt has room for two tokens
+    found = engines.call("tests.train.chat_ranks:answer", ranks, plan=plan.to_json(), **case)
+    assert found["answers"][0] == [free[0][:4], free[1][:2], free[2][:6]]
 
 
 def test_evaluations_write_answers_to_held_out_prompts(engines: Engines, runs: Runs, tmp_path: Path) -> None:
