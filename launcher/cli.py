@@ -133,7 +133,7 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
     if recipe == "resume":
         if plan.config.mode == "train":
             end_last_attempt(old)
-        checkpoint = run.newest_checkpoint(old)
+        checkpoint = run.whole_checkpoint(old)
         plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
         raise_if(changed_layout(plan, checkpoint["manifest"]))
     sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)

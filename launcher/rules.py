@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher import (
     rules_finetune,
+    rules_keep,
     rules_model,
     rules_optimizer,
     rules_parameters,
@@ -60,6 +61,10 @@ RULES: tuple[Rule, ...] = (
     rules_finetune.conversations_are_finetuned,
     rules_finetune.packs_are_kept_apart,
     rules_finetune.generation_needs_prompts,
+    rules_keep.ema_decay_is_a_fraction,
+    rules_keep.ema_needs_masters_in_memory,
+    rules_keep.best_needs_evaluations,
+    rules_keep.smallest_gain_is_a_gain,
     rules_parameters.parameter_groups_are_sound,
     rules_parameters.group_rates_need_a_relative_schedule,
     rules_peft.peft_is_known,
