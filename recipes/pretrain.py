@@ -9,7 +9,7 @@ from __future__ import annotations
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 from recipes.shared import distributed
-from recipes.shared.audit import watch
+from recipes.shared.audit import auditor
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.data.prepare import corpus_folder
@@ -26,7 +26,7 @@ from recipes.shared.trackers import make_tracker
 def run(plan: Plan, run_dir: RunDir) -> None:
     """All ranks. Ends with a checkpoint and, on rank 0, control/result.json."""
     ranks = distributed.initialise(plan)
-    audit = watch.begin(plan, run_dir)
+    audit = auditor.begin(plan, run_dir)
     distributed.say(run_dir, "building the model")
     meta, training, validation = open_corpus(corpus_folder(plan, ranks), plan.config.train.sequence_length)
     engine = build_engine(plan, build_model(plan, ranks))
@@ -36,5 +36,5 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
     train(state, training, validation, CausalLM(), metrics)
-    watch.finish(audit)
+    auditor.finish(audit)
     metrics.finish(meta.unigram_entropy)

@@ -23,7 +23,10 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer
 
 from launcher.errors import UserError
-from recipes.shared.audit.watch import Audit
+from launcher.plan import Plan
+from launcher.rundir import RunDir
+from recipes import pretrain
+from recipes.shared.audit.auditor import Audit
 from recipes.shared.construct import ShardedConstruction
 
 STEPS = 2
@@ -49,6 +52,23 @@ def strict(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = run(case["job"], Path(folder), strict=True)
     return {"ended": answer["error"], "installed": _installed()}
+
+
+def recipe_with_a_trap(case: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as workers run it, with an objective that looks at a weight beside the forward."""
+    plan, losses = Plan.from_json(case["plan"]), pretrain.CausalLM
+
+    class Penalised(losses):  # type: ignore[misc, valid-type]  # a variable's class
+        def loss(self, engine: Any, batch: Any) -> Any:
+            return super().loss(engine, batch) + engine.module.lm_head.weight.norm()
+
+    pretrain.CausalLM = Penalised
+    try:
+        pretrain.run(plan, RunDir(case["run_dir"]))
+        ended: list[Any] = []
+    except UserError as error:
+        ended = [error.problems[0].where, error.code]
+    return {"ended": ended}
 
 
 def taken_away(case: dict[str, Any]) -> dict[str, Any]:

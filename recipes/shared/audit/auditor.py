@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.plan import Plan
-from launcher.rundir import RunDir, write_json
+from launcher.rundir import RunDir, try_write, write_json
 from recipes.shared.audit.access import Access
 from recipes.shared.audit.findings import Finding, Findings, merged
 from recipes.shared.audit.gathers import Gathers
@@ -55,7 +55,7 @@ class Audit:
 
     def __init__(self, steps: int, strict: bool, run: RunDir | None = None, patience_s: float = PATIENCE_S) -> None:
         self.steps, self.strict, self.run = steps, strict, run
-        self.register, self.findings = Register(), Findings(dist.get_rank(), strict)
+        self.register, self.findings = Register(), Findings(dist.get_rank(), strict, self._write)
         self.order = Order(self.findings, patience_s)
         self.access = Access(self.register, self.findings)
         self.gathers = Gathers(self.register, self.findings, self.order.event)
@@ -104,13 +104,15 @@ class Audit:
             self.findings.add("no_gradient", name, self.register.line(missing[name]))
         every = self.order.exchange(list(self.findings.found.values()))
         self.merged = merged(finding for found in every for finding in found)
-        if self.run is not None and self.findings.rank == 0:
-            write_json(self.run.audit, self.report())
+        if self.findings.rank == 0:
+            self._write(self.merged)
 
-    def report(self) -> dict[str, Any]:
-        """What audit.json holds."""
-        found = [dataclasses.asdict(finding) for finding in self.merged]
-        return {"mode": "strict" if self.strict else "warn", "steps": self.stepped, "findings": found}
+    def _write(self, found: list[Finding]) -> None:
+        """audit.json; of a run that ends with a finding, what a rank that raised it knows."""
+        if self.run is not None:
+            content = [dataclasses.asdict(finding) for finding in found]
+            mode = "strict" if self.strict else "warn"
+            try_write(write_json, self.run.audit, {"mode": mode, "steps": self.stepped, "findings": content})
 
     # --- what is called meanwhile ------------------------------------------------------------------------------------
 
