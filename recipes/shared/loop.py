@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.shared import watch
+from recipes.shared.average import averaging
 from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.checkpoint.load import check_fixed_batch
 from recipes.shared.checkpoint.save import save
@@ -28,49 +29,71 @@ from recipes.shared.state import TrainState
 
 def train(state: TrainState, training: Samples, validation: Samples, objective: Objective, metrics: Metrics) -> None:
     """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint."""
-    plan, engine = state.plan, state.engine
+    plan = state.plan
     stop = StopRequest(state)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
     state.fixed_batch_loss = lambda: evaluate(state, validation, objective, SAMPLES)
     check_fixed_batch(state)
+    average = averaging(state.engine, plan.config.ema.decay)
     say(state.run, "training")
     metrics.start()
     stopping = False
     while state.step < plan.config.run.steps and not stopping:
-        losses = torch.zeros((), device=state.ranks.device)
-        micro_batches = step_batches(state, training)
-        lr = float(engine.optimizer.param_groups[0]["lr"])
-        grad_norm = None
-        watch.arm(plan.config.watch.stall_s)
-        for number, (batch, share) in enumerate(micro_batches, 1):
-            watch.at("forward", state.step + 1)
-            loss = objective.loss(engine, batch) * share
-            watch.at("backward")
-            engine.backward(loss)
-            losses += loss.detach()
-            if number == len(micro_batches):
-                grad_norm = plain_grad_norm(engine)
-            watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
-            engine.step()
-        state.step += 1
+        loss, lr, grad_norm = take_step(state, training, objective)
+        if average is not None:
+            average.update()
 
         watch.at("loss over all ranks")
-        mean_loss, stopping, measure = stop.agree(losses / len(micro_batches))
+        mean_loss, stopping, measure = stop.agree(loss)
         last = stopping or state.step == plan.config.run.steps
         metrics.step(mean_loss, lr, grad_norm)
 
         if measure:
             record_compute_speed(state)
+        better = False
         if last or (evaluate_at and state.step % evaluate_at == 0):
-            metrics.evaluation(evaluate(state, validation, objective))
-        if last or (checkpoint_at and state.step % checkpoint_at == 0):
+            better = judged(evaluate(state, validation, objective), state, metrics)
+            stopping = stopping or state.ended_early
+        last = last or stopping
+        if last or (checkpoint_at and state.step % checkpoint_at == 0) or (better and plan.config.checkpoint.best):
             metrics.flush()
             save(state, metrics.recorded(), wait=last)
             metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
-        metrics.evaluation(evaluate(state, validation, objective))
+        judged(evaluate(state, validation, objective), state, metrics)
         metrics.flush()
         save(state, metrics.recorded())
+
+
+def take_step(
+    state: TrainState, training: Samples, objective: Objective
+) -> tuple[torch.Tensor, float, torch.Tensor | None]:
+    """One optimizer step: (this rank's part of the mean loss, the learning rate, the norm if the engine has none)."""
+    engine, losses, grad_norm = state.engine, torch.zeros((), device=state.ranks.device), None
+    micro_batches = step_batches(state, training)
+    lr = float(engine.optimizer.param_groups[0]["lr"])
+    watch.arm(state.plan.config.watch.stall_s)
+    for number, (batch, share) in enumerate(micro_batches, 1):
+        watch.at("forward", state.step + 1)
+        loss = objective.loss(engine, batch) * share
+        watch.at("backward")
+        engine.backward(loss)
+        losses += loss.detach()
+        if number == len(micro_batches):
+            grad_norm = plain_grad_norm(engine)
+        watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
+        engine.step()
+    state.step += 1
+    return losses / len(micro_batches), lr, grad_norm
+
+
+def judged(loss: float | None, state: TrainState, metrics: Metrics) -> bool:
+    """Records an evaluation; whether it is the best so far. All ranks, with the loss that all agree on."""
+    metrics.evaluation(loss)
+    section = state.plan.config.eval
+    better = state.best.see(loss, state.step, section.min_delta)
+    state.ended_early = 0 < section.patience <= state.best.since and state.step < state.plan.config.run.steps
+    return better
 
 
 def step_batches(state: TrainState, training: Samples) -> list[tuple[Batch, float]]:

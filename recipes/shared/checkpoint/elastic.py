@@ -17,6 +17,7 @@ from torch import nn
 
 from launcher.errors import Problem, UserError
 from recipes.shared import gather
+from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.reader import Entry, OptimizerState, open_checkpoint, open_optimizer
 from recipes.shared.state import TrainState
 
@@ -34,7 +35,8 @@ def load(state: TrainState, folder: Path) -> None:
     _refuse_unsupported(engine, type(inner).__name__, folder)
     stored, optimizer = open_checkpoint(folder), open_optimizer(folder)
     masters = {entry.name: entry for entry in stored if entry.trainable}
-    moments = {key: {entry.name: entry for entry in entries} for key, entries in optimizer.moments.items()}
+    wanted = {key for key in optimizer.moments if key != AVERAGE or state.plan.config.ema.decay is not None}
+    moments = {key: {entry.name: entry for entry in optimizer.moments[key]} for key in sorted(wanted)}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     if set(names.values()) != masters.keys():
         odd = sorted(set(names.values()) ^ masters.keys())
