@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import tempfile
 import traceback
 from pathlib import Path
@@ -28,6 +29,7 @@ from launcher.rundir import RunDir
 from recipes import pretrain
 from recipes.shared.audit.auditor import Audit
 from recipes.shared.construct import ShardedConstruction
+from recipes.worker import _failure
 
 STEPS = 2
 PATIENCE_S = 5.0
@@ -104,6 +106,21 @@ def alone(case: dict[str, Any]) -> dict[str, Any]:
         said = error.problems[0].why
     store.set("rank 0 has given up", "")
     return {"said": said}
+
+
+def lost(case: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 ends before its forward; rank 0 writes, to `case["file"]`, what kind of failure it has."""
+    module = importlib.import_module("tests.audit_corpus.clean.norm_by_gather")
+    audit = Audit(steps=1, strict=False)
+    audit.install()
+    engine = _engine(module)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+    except RuntimeError as error:
+        Path(case["file"]).write_text(_failure(error, 0, "here")["kind"])
+    return {}
 
 
 def _installed() -> dict[str, Any]:

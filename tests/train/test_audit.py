@@ -75,6 +75,13 @@ def test_a_rank_that_does_not_come_is_named_in_time(engines: Engines) -> None:
     assert "ranks [1] did not come within 2 s" in answer["said"] and "has not begun" in answer["said"]
 
 
+def test_a_rank_that_is_lost_is_not_said_to_be_late(engines: Engines, tmp_path: Path) -> None:
+    """The launcher blames the first rank that fails for reasons of its own: what follows has to be told from it."""
+    answer = engines.call("tests.train.audit_ranks:lost", 2, file=str(tmp_path / "kind"))
+    assert answer["error"] == "died without an answer" and answer["rank"] == 1
+    assert (tmp_path / "kind").read_text() == "peer"
+
+
 def test_the_corpus_is_where_the_tests_look() -> None:
     files = {
         path.relative_to(ROOT / "tests" / "audit_corpus") for path in (ROOT / "tests" / "audit_corpus").rglob("*.py")
