@@ -83,7 +83,7 @@ class Audit:
         if not self.installed:
             return
         self.installed = False
-        self.access.__exit__(None, None, None)
+        self.access.leave()
         self.gathers.remove()
         for handle in self.handles:
             handle.remove()
