@@ -183,8 +183,9 @@ def _known(request: Request) -> Known:
 
 def _stored(cfg: DictConfig, overrides: list[str], old: RunDir, recipe: str) -> Request:
     """The request of an existing run with this command line's changes."""
-    stored = compose.to_run_config(compose.recompose(old, [], "pretrain")[0])
-    job = "export" if recipe == "export" else stored.recipe.name
+    ran = read_plan(old.plan).config.recipe.name
+    stored = compose.to_run_config(compose.recompose(old, [], ran)[0])
+    job = "export" if recipe == "export" else ran
     composed, request, choices = compose.recompose(old, overrides, job)
     config = compose.to_run_config(composed)
     config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)

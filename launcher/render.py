@@ -269,10 +269,9 @@ def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure |
     if summary.get("audit_findings"):
         print(f"audit:     {summary['audit_findings']} finding(s) about partitioned parameters: {run.audit}")
     if summary.get("final_eval_loss") is not None:
-        print(
-            f"final validation loss {summary['final_eval_loss']:.4f} nats/token "
-            f"(unigram entropy of the corpus {summary['unigram_entropy']:.4f})"
-        )
+        entropy = summary["unigram_entropy"]
+        beside = "" if entropy is None else f" nats/token (unigram entropy of the corpus {entropy:.4f})"
+        print(f"final validation loss {summary['final_eval_loss']:.4f}{beside}")
     if summary.get("tracker_sync"):
         print(f"sync W&B:  {summary['tracker_sync']}")
     if summary.get("checkpoint"):

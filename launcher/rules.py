@@ -40,6 +40,7 @@ def judge(config: RunConfig, cluster: Cluster, deepspeed: dict[str, Any]) -> lis
 RULES: tuple[Rule, ...] = (
     rules_request.mode_is_known,
     rules_request.recipe_is_known,
+    rules_request.recipe_target_is_that_of_a_custom_recipe,
     rules_request.launcher_is_known,
     rules_request.launcher_needs_hosts,
     rules_request.launcher_can_place_the_ranks,
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     rules_request.export_is_sound,
     rules_model.sequence_fits_the_model,
     rules_model.model_shape_is_sound,
+    rules_model.own_module_has_no_hugging_face_options,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
     rules_keep.ema_decay_is_a_fraction,

@@ -160,10 +160,12 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     return variables | {name: str(value) for name, value in config.cluster.env.items()}
 
 
-def measured_parameters(config: RunConfig) -> int:
-    """Parameter count of a model family that is not known by formula: built on the meta device, cached."""
-    answer = ask_worker("profile", {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")})
-    return int(answer["parameters"])
+def measured_parameters(config: RunConfig) -> int | None:
+    """Parameter count of a model that is not known by formula: built on the meta device, where it can be."""
+    request = {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")}
+    own = {"target": config.model.target, "source": config.run.source}
+    found: int | None = ask_worker("profile", request | own)["parameters"]
+    return found
 
 
 def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -210,9 +212,10 @@ def _refuse_existing(run: RunDir) -> None:
 def _prepare_data(plan: Plan) -> None:
     """Tokenises the corpus into the cache and checks it against the model, before anything is created."""
     render.note("preparing data")
-    answer = ask_worker("prepare", {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length})
+    request = {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length}
+    answer = ask_worker("prepare", request | {"source": plan.config.run.source})
     model_vocabulary = plan.config.model.config.get("vocab_size")
-    if isinstance(model_vocabulary, int) and answer["vocab_size"] > model_vocabulary:
+    if isinstance(model_vocabulary, int) and (answer["vocab_size"] or 0) > model_vocabulary:
         raise UserError(
             Problem(
                 "model.config.vocab_size",
@@ -385,7 +388,7 @@ def _secrets_on_hosts(run: RunDir, plan: Plan) -> Iterator[None]:
 def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None, list[Finding]]:
     """All ranks in a collective, and every two hosts with each other, in a folder that is removed again."""
     folder = RunDir(existing_parent(run.path) / f".zerolaunch-check-{uuid.uuid4().hex[:12]}")
-    config = dataclasses.replace(plan.config, recipe=RecipeSection("check"))
+    config = dataclasses.replace(plan.config, recipe=RecipeSection("check", None))
     plan = dataclasses.replace(plan, config=config)
     folder.create()
     try:

@@ -21,6 +21,8 @@ class RunSection:
     """The run's folder; null: `root`/`name`. Must not hold a run already."""
     root: str
     """Folder in which runs get their own folder."""
+    source: str | None
+    """Folder from which model.target, data.target and recipe.target are imported; null: from what is installed."""
     steps: int
     """Optimizer steps of the whole run (a resumed run counts the steps done before)."""
     seed: int
@@ -63,14 +65,18 @@ class EmaSection:
 class ModelSection:
     name: str
     """Label shown in plans and run names."""
+    target: str | None
+    """MODULE.NAME of your own torch module, of which `config` are the keyword arguments; null: a Hugging Face model."""
     path: str | None
     """Local Hugging Face folder (or config.json) whose configuration is used."""
     init_from: str | None
     """Weights to begin with: a Hugging Face folder (safetensors), or a run or checkpoint; null: drawn from run.seed."""
     config: dict[str, Any]
-    """Hugging Face configuration fields; with `path`, fields that replace those of the file."""
+    """Hugging Face configuration fields (with `path`, those that replace the file's); of a `target`, its arguments."""
     attn_implementation: str | None
     """Attention kernel: sdpa, eager, flash_attention_2; null: the library's choice."""
+    leaf_modules: list[str]
+    """Classes of modules of which ranks may use different parts, beside mixtures of experts, which are found."""
 
 
 @dataclass
@@ -240,7 +246,9 @@ class PlanSection:
 @dataclass
 class RecipeSection:
     name: str
-    """The job: pretrain, resume or export."""
+    """The job: pretrain, custom, resume or export."""
+    target: str | None
+    """MODULE.NAME of your own recipe, a function of a plan and its run folder; with recipe=custom."""
 
 
 @dataclass

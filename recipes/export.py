@@ -36,6 +36,7 @@ from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, wri
 PART_ELEMENTS = 2**23  # 32 MiB of fp32: what a thread holds of a tensor that changes its element type
 THREADS = 8
 PROGRESS, LOCK = "progress.json", "lock"
+OWN_MODEL = "model.json"  # the target and keyword arguments of a module of the user's own
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
             "dtype": request["dtype"],
             "tensors": sum(len(shard.items) for shard in shards),
             "bytes": sum(item.nbytes for shard in shards for item in shard.items),
-            "described": alone or source.described is not None,
+            "described": alone or source.described is not None or source.own is not None,
             "verified": {"tensors": bool(request["verify"])},
         }
         provenance = _provenance(source.shards, checkpoint, staging, done) | {"weights": request["weights"]}
@@ -93,7 +94,8 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, and its adapter."""
+    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, its adapter, and how a module
+    of the user's own was made."""
 
     def __init__(
         self,
@@ -101,8 +103,10 @@ class _Source:
         described: dict[str, Any] | None,
         tokenizer: Path | None,
         adapter: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
     ) -> None:
         self.shards, self.described, self.tokenizer, self.adapter = shards, described, tokenizer, adapter
+        self.own = own
 
 
 def _source(request: dict[str, Any]) -> _Source:
@@ -119,7 +123,9 @@ def _source(request: dict[str, Any]) -> _Source:
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}
-    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"))
+    target = saved.get("model_target")
+    own = None if target is None else {"target": target, "config": saved["model_config"]}
+    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), own)
 
 
 def _item(entry: Entry | Merged, dtype: torch.dtype) -> Item:
@@ -220,11 +226,14 @@ def _differs(staging: Path, shard: Shard, what: str) -> UserError:
 
 
 def _write_model_files(source: _Source, dtype: str, staging: Path, alone: bool) -> None:
-    """Config, generation config and tokenizer, where they are known; of an adapter `alone`, its own config."""
+    """Config, generation config and tokenizer, where they are known; of an adapter `alone`, or a module of the user's
+    own, what made it."""
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
     if alone and source.adapter is not None:
         write_json(staging / ADAPTER_CONFIG, source.adapter["config"])
+    elif source.own is not None:
+        write_json(staging / OWN_MODEL, source.own)
     elif source.described is not None:
         write_model_config(source.described, dtype, staging)
 

@@ -17,6 +17,8 @@ from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from recipes.shared import gather, masters, startup
 from recipes.shared.groups import parameter_groups
+from recipes.shared.leaf_modules import mark_leaf_modules
+from recipes.shared.scalars import clip_scalars_too, sent_as_vectors
 
 LISTED = 5
 
@@ -26,9 +28,12 @@ def build_engine(plan: Plan, model: nn.Module) -> Any:
     startup.prepare(plan)
     _refuse_empty(model)
     parameters = parameter_groups(plan, model)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
-    )
+    mark_leaf_modules(plan, model)
+    with sent_as_vectors(model):
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
+        )
+    clip_scalars_too(engine)
     masters.link(engine)
     return engine
 

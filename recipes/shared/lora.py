@@ -18,6 +18,7 @@ from torch import nn
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from recipes.shared.checkpoint.reader import Checkpoint, Entry
+from recipes.shared.hf_config import is_encoder_decoder
 
 ADAPTER, ADAPTER_CONFIG, MERGED = "adapter", "adapter_config.json", "merged"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -54,12 +55,19 @@ def adapted(plan: Plan, model: nn.Module) -> nn.Module:
         lora_dropout=section.dropout,
         target_modules=targets,
         modules_to_save=whole or None,
-        task_type="CAUSAL_LM",
+        task_type=_task(plan),
     )
     torch.manual_seed(plan.config.run.seed + SEED)
     wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
     wrapped.peft_config[NAME].base_model_name_or_path = plan.config.model.init_from
     return wrapped
+
+
+def _task(plan: Plan) -> str | None:
+    """What PEFT calls what the model does."""
+    if plan.config.model.target is not None:
+        return None
+    return "SEQ_2_SEQ_LM" if is_encoder_decoder(plan.config.model.config) else "CAUSAL_LM"
 
 
 def _ending(model: nn.Module, end: str, where: str) -> list[str]:

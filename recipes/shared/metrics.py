@@ -77,8 +77,11 @@ class Metrics:
         if self.file is not None:
             self.file.flush()
 
-    def finish(self, unigram_entropy: float) -> None:
-        """Ends the tracker and writes control/result.json, the proof that the run came to its end. Rank 0."""
+    def finish(self, unigram_entropy: float | None) -> None:
+        """Ends the tracker and writes control/result.json, the proof that the run came to its end. Rank 0.
+
+        `unigram_entropy`: of the training tokens, in nats; None where samples are no tokens.
+        """
         self.tracker.finish()
         if self.file is None:
             return

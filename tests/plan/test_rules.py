@@ -52,6 +52,16 @@ CASES = [
     Case("recipe_is_known", ("recipe.name=knit",), ("recipe.name=pretrain",)),
     Case("launcher_is_known", ("cluster.launcher=telnet",), ("cluster.launcher=openmpi",), hosts=2),
     Case(
+        "recipe_target_is_that_of_a_custom_recipe",
+        ("recipe.target=tests.train.own_models.recipe",),
+        ("recipe=custom", "recipe.target=tests.train.own_models.recipe"),
+    ),
+    Case(
+        "recipe_target_is_that_of_a_custom_recipe",
+        ("recipe.name=custom",),
+        ("recipe.name=custom", "recipe.target=tests.train.own_models.recipe"),
+    ),
+    Case(
         "launcher_can_place_the_ranks",
         ("cluster.launcher=openmpi", 'cluster.exclude="beta:0"'),
         ("cluster.launcher=openmpi", 'cluster.exclude="beta:3"'),
@@ -129,6 +139,21 @@ CASES = [
         "model_shape_is_sound",
         ("model=gpt2_small", "model.config.n_head=10"),
         ("model=gpt2_small", "model.config.n_head=8"),
+    ),
+    Case(
+        "sequence_fits_the_model",
+        ("model.config.is_encoder_decoder=true", "train.sequence_length=4097"),
+        ("model.config.is_encoder_decoder=true", "train.sequence_length=4096"),
+    ),
+    Case(
+        "sequence_fits_the_model",
+        ("model=gpt2_small", "train.sequence_length=1025"),
+        ("model=gpt2_small", "model.config.model_type=t5", "train.sequence_length=1025"),
+    ),
+    Case(
+        "own_module_has_no_hugging_face_options",
+        ("model=custom", "model.target=tests.train.own_models.NoLoss", "model.attn_implementation=sdpa"),
+        ("model=custom", "model.target=tests.train.own_models.NoLoss"),
     ),
     Case(
         "ranks_are_data_parallel",

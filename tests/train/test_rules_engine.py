@@ -49,6 +49,8 @@ NOT_PROVEN = {
     "best_needs_evaluations": NOT_ABOUT_THE_ENGINE,
     "smallest_gain_is_a_gain": NOT_ABOUT_THE_ENGINE,
     "parameter_groups_are_sound": NOT_ABOUT_THE_ENGINE,
+    "recipe_target_is_that_of_a_custom_recipe": NOT_ABOUT_THE_ENGINE,
+    "own_module_has_no_hugging_face_options": NOT_ABOUT_THE_ENGINE,
     "peft_is_known": NOT_ABOUT_THE_ENGINE,
     "peft_options_need_lora": NOT_ABOUT_THE_ENGINE,
     "lora_is_sound": NOT_ABOUT_THE_ENGINE,

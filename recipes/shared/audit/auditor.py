@@ -26,7 +26,7 @@ from recipes.shared.audit.gathers import Gathers
 from recipes.shared.audit.order import PATIENCE_S, Order
 from recipes.shared.audit.origin import accused, line
 from recipes.shared.audit.register import Register
-from recipes.shared.audit.structure import Gradients, check_before
+from recipes.shared.audit.structure import Gradients, check_before, fetched
 
 _CALLS = ("backward", "step", "save_checkpoint", "load_checkpoint")  # of the engine, each with collectives inside
 
@@ -126,9 +126,8 @@ class Audit:
         engine, *rest = self.initialize(*args, **kwargs)
         self.register.built(engine)
         self.gradients = Gradients(model)
-        for name, module in model.named_modules():
-            if module._parameters or name == "":
-                self.handles.append(module.register_forward_pre_hook(self._forward(name), prepend=True))
+        for name, module in fetched(model):
+            self.handles.append(module.register_forward_pre_hook(self._forward(name), prepend=True))
         for name in _CALLS:
             setattr(engine, name, self._told(name, getattr(engine, name)))
         engine.no_sync = self._no_sync(engine.no_sync)

@@ -13,10 +13,14 @@ from launcher.plan import Plan
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import check_length
 from recipes.shared.data.meta import read_meta
+from recipes.shared.own_code import make_data
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
     """Prepares request["data"]; answers with its folder, vocabulary and sizes. Raises UserError for a bad corpus."""
+    if request["data"]["kind"] == "custom":
+        make_data(request["data"], request["source"])
+        return {"folder": None, "vocab_size": None, "train_tokens": None, "source": request["data"]["target"]}
     folder = prepare(request["data"], request["sequence_length"], Path(request["data"]["cache_dir"]))
     meta = read_meta(folder)
     check_length(meta, request["sequence_length"])
