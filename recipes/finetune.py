@@ -12,7 +12,7 @@ from recipes.shared import distributed
 from recipes.shared.adapter import trained_targets
 from recipes.shared.answers import Answers
 from recipes.shared.apart import refuse_mixed
-from recipes.shared.audit import watch
+from recipes.shared.audit import auditor
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.corpus import open_conversations
 from recipes.shared.data.prepare import corpus_folder
@@ -29,7 +29,7 @@ from recipes.shared.trackers import make_tracker
 def run(plan: Plan, run_dir: RunDir) -> None:
     """All ranks. Ends with a checkpoint and, on rank 0, control/result.json."""
     ranks = distributed.initialise(plan)
-    audit = watch.begin(plan, run_dir)
+    audit = auditor.begin(plan, run_dir)
     distributed.say(run_dir, "building the model")
     length, packing = plan.config.train.sequence_length, plan.config.data["packing"]
     meta, training, validation = open_conversations(corpus_folder(plan, ranks), length, packing)
@@ -41,5 +41,5 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
     train(state, training, validation, CausalLM(), metrics, Answers(state, validation, meta))
-    watch.finish(audit)
+    auditor.finish(audit)
     metrics.finish(meta.unigram_entropy, data=training.counts(), adapter=trained_targets(state, metrics.moved))
