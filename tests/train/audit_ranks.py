@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import tempfile
 import traceback
 from pathlib import Path
@@ -21,10 +22,15 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
 
 from launcher.errors import UserError
-from recipes.shared.audit.watch import Audit
+from launcher.plan import Plan
+from launcher.rundir import RunDir
+from recipes import pretrain
+from recipes.shared.audit.auditor import Audit
 from recipes.shared.construct import ShardedConstruction
+from recipes.worker import _failure
 
 STEPS = 2
 PATIENCE_S = 5.0
@@ -51,6 +57,23 @@ def strict(case: dict[str, Any]) -> dict[str, Any]:
     return {"ended": answer["error"], "installed": _installed()}
 
 
+def recipe_with_a_trap(case: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as workers run it, with an objective that looks at a weight beside the forward."""
+    plan, losses = Plan.from_json(case["plan"]), pretrain.CausalLM
+
+    class Penalised(losses):  # type: ignore[misc, valid-type]  # a variable's class
+        def loss(self, engine: Any, batch: Any) -> Any:
+            return super().loss(engine, batch) + engine.module.lm_head.weight.norm()
+
+    pretrain.CausalLM = Penalised
+    try:
+        pretrain.run(plan, RunDir(case["run_dir"]))
+        ended: list[Any] = []
+    except UserError as error:
+        ended = [error.problems[0].where, error.code]
+    return {"ended": ended}
+
+
 def taken_away(case: dict[str, Any]) -> dict[str, Any]:
     """What is installed while the audit watches, and what is left of it when it has seen its steps."""
     before = _installed()
@@ -60,11 +83,20 @@ def taken_away(case: dict[str, Any]) -> dict[str, Any]:
     during = _installed()
     engine = _engine(module)
     hooks = [_hooks(engine.module)]
-    module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+    with _Other() as other:
+        module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+        assert torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is other
     hooks.append(_hooks(engine.module))
     calls = {"backward", "step", "save_checkpoint", "load_checkpoint", "no_sync"}
     left = sorted(calls & set(vars(engine)))
     return {"before": before, "during": during, "after": _installed(), "hooks": hooks, "left": left}
+
+
+class _Other(TorchFunctionMode):
+    """A context of the user's own, entered after the audit's and left after it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def alone(case: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +116,21 @@ def alone(case: dict[str, Any]) -> dict[str, Any]:
         said = error.problems[0].why
     store.set("rank 0 has given up", "")
     return {"said": said}
+
+
+def lost(case: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 ends before its forward; rank 0 writes, to `case["file"]`, what kind of failure it has."""
+    module = importlib.import_module("tests.audit_corpus.clean.norm_by_gather")
+    audit = Audit(steps=1, strict=False)
+    audit.install()
+    engine = _engine(module)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    try:
+        module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
+    except RuntimeError as error:
+        Path(case["file"]).write_text(_failure(error, 0, "here")["kind"])
+    return {}
 
 
 def _installed() -> dict[str, Any]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from launcher.errors import EXIT_TRAINING, Failure
+from launcher.run import _write_summary
 from launcher.rundir import RunDir, read_json
+from launcher.supervise import Ending
 from tests.plan.asking import ROOT, planned
 from tests.plan.corpus import CLEAN, TRAPS, marked
 from tests.train.engines import Engines, request
@@ -72,6 +75,13 @@ def test_a_rank_that_does_not_come_is_named_in_time(engines: Engines) -> None:
     assert "ranks [1] did not come within 2 s" in answer["said"] and "has not begun" in answer["said"]
 
 
+def test_a_rank_that_is_lost_is_not_said_to_be_late(engines: Engines, tmp_path: Path) -> None:
+    """The launcher blames the first rank that fails for reasons of its own: what follows has to be told from it."""
+    answer = engines.call("tests.train.audit_ranks:lost", 2, file=str(tmp_path / "kind"))
+    assert answer["error"] == "died without an answer" and answer["rank"] == 1
+    assert (tmp_path / "kind").read_text() == "peer"
+
+
 def test_the_corpus_is_where_the_tests_look() -> None:
     files = {
         path.relative_to(ROOT / "tests" / "audit_corpus") for path in (ROOT / "tests" / "audit_corpus").rglob("*.py")
@@ -93,3 +103,17 @@ def test_a_run_of_our_own_has_no_finding(engines: Engines, tmp_path: Path, zero:
         assert written == {"mode": "warn", "steps": 1, "findings": []}
     else:
         assert written is None
+
+
+def test_a_finding_in_our_own_recipe_ends_a_strict_run_and_is_written(engines: Engines, tmp_path: Path) -> None:
+    """A recipe whose model is asked for its norm: the launcher's summary counts what audit.json holds."""
+    plan = planned(*request("zero=stage3", "audit=strict", *RUN))
+    run = RunDir(tmp_path / "run")
+    run.create()
+    answer = engines.call("tests.train.audit_ranks:recipe_with_a_trap", 2, plan=plan.to_json(), run_dir=str(run.path))
+    written = read_json(run.audit)
+    assert written["mode"] == "strict" and [finding["kind"] for finding in written["findings"]] == ["read"]
+    assert written["findings"][0]["file"] == str(ROOT / "tests" / "train" / "audit_ranks.py")
+    assert answer["ended"] == [f"{written['findings'][0]['file']}:{written['findings'][0]['line']}", EXIT_TRAINING]
+    ending = Ending(EXIT_TRAINING, Failure(0, "here", "it ended", run.rank_log("here", 0)))
+    assert _write_summary(run, plan, ending, 1)["audit_findings"] == 1

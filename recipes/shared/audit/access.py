@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from recipes.shared.audit.findings import Findings
 from recipes.shared.audit.origin import Origin, accused
@@ -51,6 +51,14 @@ class Access(TorchFunctionMode):
     def __init__(self, register: Register, findings: Findings) -> None:
         super().__init__()
         self.register, self.findings = register, findings
+
+    def leave(self) -> None:
+        """Takes this context away from among others, which may have been entered since and not left."""
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

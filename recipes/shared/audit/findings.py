@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from launcher.errors import EXIT_TRAINING, Problem, UserError
@@ -85,10 +85,10 @@ class Finding:
 
 
 class Findings:
-    """Those of this rank. `strict`: the first one is raised."""
+    """Those of this rank. `strict`: the first one is raised. `last_words` is told of all when a run ends with one."""
 
-    def __init__(self, rank: int, strict: bool) -> None:
-        self.rank, self.strict = rank, strict
+    def __init__(self, rank: int, strict: bool, last_words: Callable[[list[Finding]], None]) -> None:
+        self.rank, self.strict, self.last_words = rank, strict, last_words
         self.found: dict[tuple[str, str, str, int], Finding] = {}
 
     def add(self, kind: str, parameter: str, at: Line | None, what: str | None = None, fatal: bool = False) -> None:
@@ -102,6 +102,7 @@ class Findings:
         self.found[key] = finding
         print(finding, file=sys.stderr, flush=True)
         if self.strict or fatal:
+            self.last_words(list(self.found.values()))
             raise finding.error()
 
 

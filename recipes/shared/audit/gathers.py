@@ -77,15 +77,22 @@ class Gathers:
         if gather is not None:
             self.register.open_gathers.remove(gather)
             if error[0] is None:
-                changed = [parameter for parameter in gather.parameters if _is_changed(parameter)]
+                changed = [parameter for parameter in gather.parameters if self._is_changed(parameter, gather)]
         result = self.original["__exit__"](context, *error)
         for parameter in changed:
             at = gather.writes.get(id(parameter)) or line()
             self.findings.add("lost_edit", self.register.name(parameter), at)
         return result
 
+    def _is_changed(self, parameter: Any, gather: Gather) -> bool:
+        """Whether a parameter is other than it was; under quantized gathers values differ anyway."""
+        engine = self.register.engine
+        if engine is not None and engine.zero_quantized_weights():
+            return id(parameter) in gather.writes
+        return _differs(parameter)
 
-def _is_changed(parameter: Any) -> bool:
+
+def _differs(parameter: Any) -> bool:
     """Whether this rank's elements are other than those of its shard. Swapped and quantized shards are not asked."""
     shard, whole = parameter.ds_tensor, parameter.data.reshape(-1)
     if shard.dtype != whole.dtype or shard.numel() == 0 or whole.numel() != parameter.ds_numel:

@@ -45,8 +45,10 @@ class Order:
         self.store.set(f"zerolaunch/audit/{self.rank}", f"{self.count} {name} at {here}")
         try:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError:
-            self._alone(name, here)
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():  # otherwise a rank was lost, which is another rank's failure
+                self._alone(name, here)
+            raise
         if both[0] != -both[1]:
             self._differ()
 

@@ -85,6 +85,8 @@ class Register:
         running = parameter_offload.FWD_MODULE_STACK[self.depth :]
         if not running or not self.knows(parameter):
             return False
+        if not self.engine.module._parameters._in_forward:  # recomputed in backward, below the module that has it
+            return False
         if getattr(parameter, "ds_persist", False) or getattr(parameter, DEPTH, 0):
             return False
         if hasattr(parameter, "ds_z3_leaf_module"):

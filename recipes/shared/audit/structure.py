@@ -6,8 +6,10 @@ Must never gather a parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 
 from recipes.shared.audit.findings import Findings
@@ -27,14 +29,26 @@ def check_before(model: nn.Module, register: Register, findings: Findings, world
             findings.add("sparse", f"{name}.weight", register.line(module.weight))
 
 
+def fetched(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what DeepSpeed makes whole at a time: the model, layers, and mixtures as one.
+
+    What lies in a mixture is left out: ranks may use other parts of it.
+    """
+    if name == "" or model._parameters or z3_leaf_module(model):
+        yield name, model
+    if not z3_leaf_module(model):
+        for part, child in model.named_children():
+            yield from fetched(child, f"{name}.{part}".lstrip("."))
+
+
 class Gradients:
-    """Which trained parameters were ever given a gradient on this rank."""
+    """Which trained parameters were ever given a gradient on this rank; an idle part of a mixture need not be."""
 
     def __init__(self, model: nn.Module) -> None:
         self.missing: dict[str, Any] = {}
         self.hooks = []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not hasattr(parameter, "ds_z3_leaf_module"):
                 self.missing[name] = parameter
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._seen(name)))
 

@@ -14,20 +14,19 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from launcher.plan import Plan
-from launcher.rundir import RunDir, write_json
+from launcher.rundir import RunDir, try_write, write_json
 from recipes.shared.audit.access import Access
 from recipes.shared.audit.findings import Finding, Findings, merged
 from recipes.shared.audit.gathers import Gathers
 from recipes.shared.audit.order import PATIENCE_S, Order
 from recipes.shared.audit.origin import accused, line
 from recipes.shared.audit.register import Register
-from recipes.shared.audit.structure import Gradients, check_before
+from recipes.shared.audit.structure import Gradients, check_before, fetched
 
 _CALLS = ("backward", "step", "save_checkpoint", "load_checkpoint")  # of the engine, each with collectives inside
 
@@ -56,7 +55,7 @@ class Audit:
 
     def __init__(self, steps: int, strict: bool, run: RunDir | None = None, patience_s: float = PATIENCE_S) -> None:
         self.steps, self.strict, self.run = steps, strict, run
-        self.register, self.findings = Register(), Findings(dist.get_rank(), strict)
+        self.register, self.findings = Register(), Findings(dist.get_rank(), strict, self._write)
         self.order = Order(self.findings, patience_s)
         self.access = Access(self.register, self.findings)
         self.gathers = Gathers(self.register, self.findings, self.order.event)
@@ -84,7 +83,7 @@ class Audit:
         if not self.installed:
             return
         self.installed = False
-        self.access.__exit__(None, None, None)
+        self.access.leave()
         self.gathers.remove()
         for handle in self.handles:
             handle.remove()
@@ -105,13 +104,15 @@ class Audit:
             self.findings.add("no_gradient", name, self.register.line(missing[name]))
         every = self.order.exchange(list(self.findings.found.values()))
         self.merged = merged(finding for found in every for finding in found)
-        if self.run is not None and self.findings.rank == 0:
-            write_json(self.run.audit, self.report())
+        if self.findings.rank == 0:
+            self._write(self.merged)
 
-    def report(self) -> dict[str, Any]:
-        """What audit.json holds."""
-        found = [dataclasses.asdict(finding) for finding in self.merged]
-        return {"mode": "strict" if self.strict else "warn", "steps": self.stepped, "findings": found}
+    def _write(self, found: list[Finding]) -> None:
+        """audit.json; of a run that ends with a finding, what a rank that raised it knows."""
+        if self.run is not None:
+            content = [dataclasses.asdict(finding) for finding in found]
+            mode = "strict" if self.strict else "warn"
+            try_write(write_json, self.run.audit, {"mode": mode, "steps": self.stepped, "findings": content})
 
     # --- what is called meanwhile ------------------------------------------------------------------------------------
 
@@ -125,12 +126,8 @@ class Audit:
         engine, *rest = self.initialize(*args, **kwargs)
         self.register.built(engine)
         self.gradients = Gradients(model)
-        leaves = [name for name, module in model.named_modules() if z3_leaf_module(module)]
-        for name, module in model.named_modules():
-            if any(name.startswith(f"{leaf}.") for leaf in leaves):
-                continue  # it is fetched with the whole leaf: ranks may differ there
-            if module._parameters or name == "" or name in leaves:
-                self.handles.append(module.register_forward_pre_hook(self._forward(name), prepend=True))
+        for name, module in fetched(model):
+            self.handles.append(module.register_forward_pre_hook(self._forward(name), prepend=True))
         for name in _CALLS:
             setattr(engine, name, self._told(name, getattr(engine, name)))
         engine.no_sync = self._no_sync(engine.no_sync)
