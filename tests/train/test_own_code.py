@@ -6,6 +6,7 @@ Must never trust a loss alone where a tensor can be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_the_example_trains_alike_at_every_stage(trained: dict[str, Path], zero:
 def exported(run: Path, target: Path) -> dict[str, Any]:
     """The answer of the export's job; the files lie in its `staging`."""
     return export.run_job(export_request(run, target))
+
+
+def test_the_example_goes_on_in_another_layout(engines: Engines, trained: dict[str, Path], tmp_path: Path) -> None:
+    """Its scalar, its shared parameter and its buffers, from shards of two ranks to one rank and another stage."""
+    curves = {}
+    for before, after, layout in (
+        ("stage0", "stage0", ("cluster.num_procs=2", "train.micro_batch_size=4")),
+        ("stage3", "stage1", ("cluster.num_procs=1", "train.micro_batch_size=8")),
+        ("stage0", "stage3", ("cluster.num_procs=2", "train.micro_batch_size=4")),
+    ):
+        plan = planned(*EXAMPLE[:-1], *SHORT[1:], *layout, f"zero={after}", "run.steps=10")
+        step = trained[before] / "checkpoints" / "step_00000008"
+        engines.run_recipe(dataclasses.replace(plan, resume_from=str(step)), tmp_path / f"{before}-{after}")
+        curves[before, after] = losses(tmp_path / f"{before}-{after}")
+    expected = curves.pop(("stage0", "stage0"))
+    assert len(expected) == 2
+    for found in curves.values():
+        assert found == pytest.approx(expected, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("zero", ["stage0", "stage3"])

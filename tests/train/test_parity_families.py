@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.plan import Plan
+from recipes.shared.model import from_config
+from recipes.shared.profile import count_parameters
 from tests.plan.asking import planned
 from tests.train.engines import Engines
 from tests.train.plain import plain_steps
@@ -63,6 +65,13 @@ def reference(name: str, plan: Plan) -> list[tuple[float, float]]:
     if name not in _plain:
         _plain[name] = plain_steps(plan)
     return _plain[name]
+
+
+@pytest.mark.parametrize("name", [name for name, request in MODELS.items() if request[0] == "model=hf"])
+def test_the_planner_counts_parameters_without_storing_them(name: str) -> None:
+    plan = planned(*MODELS[name], *TRAINING)
+    expected = sum(parameter.numel() for parameter in from_config(plan).parameters())
+    assert count_parameters(plan.config.model.config) == expected
 
 
 @pytest.mark.parametrize("zero", ["stage0", "stage2", "stage3"])

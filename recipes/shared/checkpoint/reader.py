@@ -135,9 +135,10 @@ def open_optimizer(folder: Path) -> OptimizerState:
         optimizer = model["optimizer"]
         names = _trained(folder) or [entry.name for entry in _stage0(model, []).entries if entry.trainable]
         order = [number for group in optimizer["param_groups"] for number in group["params"]]
-        first = optimizer["state"].get(order[0], {}) if order else {}
+        states: list[dict[str, Any]] = [optimizer["state"].get(number, {}) for number in order]
+        largest = max(states, key=_most_elements, default={})  # of a parameter of one element nothing can be told
         moments = {}
-        for key in _elementwise(first, None):
+        for key in _elementwise(largest, None):
             flats = [optimizer["state"][number][key].reshape(-1) for number in order]
             shapes = [tuple(optimizer["state"][number][key].shape) for number in order]
             moments[key] = tuple(
@@ -171,6 +172,10 @@ def _state(
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]]
     step = int(first.get("step", groups[0].get("step", 0)) if groups else 0)
     return OptimizerState(moments, step, groups, model.get("lr_scheduler"), int(model.get("skipped_steps") or 0))
+
+
+def _most_elements(state: dict[str, Any]) -> int:
+    return max((value.numel() for value in state.values() if torch.is_tensor(value)), default=0)
 
 
 def _elementwise(state: dict[str, Any], numel: int | None) -> list[str]:
