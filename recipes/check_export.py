@@ -23,7 +23,7 @@ from recipes.shared.evaluate import on_device
 from recipes.shared.hf_config import DTYPES, make_config, model_class
 from recipes.shared.hf_files import CONFIG
 from recipes.shared.lora import ADAPTER_CONFIG
-from recipes.shared.losses import objective_of
+from recipes.shared.objective import objective_of
 from recipes.shared.own_code import make_model
 from recipes.shared.pretrained import load_whole
 
