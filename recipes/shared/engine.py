@@ -18,6 +18,7 @@ from launcher.plan import Plan
 from recipes.shared import gather, masters, startup
 from recipes.shared.groups import parameter_groups
 from recipes.shared.leaf_modules import mark_leaf_modules
+from recipes.shared.reduction_order import watch_order
 from recipes.shared.scalars import clip_scalars_too, sent_as_vectors
 
 LISTED = 5
@@ -34,6 +35,7 @@ def build_engine(plan: Plan, model: nn.Module) -> Any:
             model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
         )
     clip_scalars_too(engine)
+    watch_order(plan, engine)
     masters.link(engine)
     return engine
 

@@ -138,3 +138,28 @@ class NoLoss(nn.Module):
 def recipe(plan: Any, run_dir: Any) -> None:
     """A recipe that leaves a word."""
     (run_dir.path / "word").write_text(plan.config.recipe.target)
+
+
+class Choice(nn.Module):
+    """One of two heads, by the rows it gets; nothing of its name or its children's tells that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        """[n, WIDTH] and [n] -> [n]."""
+        found: torch.Tensor = (self.odd if int(kinds[0]) % 2 else self.even)(hidden)
+        return found.squeeze(-1)
+
+
+class TwoHeads(nn.Module):
+    """deepspeedai/DeepSpeed#7998: a head that one rank calls, and another does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.choice = nn.Linear(WIDTH, WIDTH), Choice()
+
+    def forward(self, vectors: torch.Tensor, kinds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Mean squared error."""
+        return ((self.choice(torch.tanh(self.enter(vectors)), kinds) - target) ** 2).mean()
