@@ -93,7 +93,7 @@ def step(run: Path, number: int) -> Path:
 def exported(run: Path, form: str, target: Path, **changes: Any) -> Path:
     """What the export's job left for the launcher to name."""
     asked = {"run_dir": str(run), "step": None, "source": None, "model_config": None, "dtype": "fp32", "lora": form}
-    asked |= {"dir": str(target), "max_shard_bytes": 10**9, "verify": True}
+    asked |= {"dir": str(target), "max_shard_bytes": 10**9, "verify": True, "best": False, "weights": "trained"}
     return Path(export.run_job(asked | changes)["staging"])
 
 
