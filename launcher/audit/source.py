@@ -16,7 +16,6 @@ LEAVES = ("weight", "bias")  # what nearly every layer calls its parameters
 LISTS = ("parameters", "named_parameters")
 GATHERS = ("GatheredParameters", "gather.read", "gather.edit")
 MODEL_BASES = ("Module", "Model", "Function")  # how the names of classes end that a model is derived from
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def last(node: ast.AST | None) -> str:
@@ -72,10 +71,10 @@ class Source:
 
     def in_model(self, node: ast.AST) -> bool:
         """Whether a node lies in the class of a model, where DeepSpeed makes parameters whole."""
-        return any(isinstance(outer, ast.ClassDef) and outer.name in self._models for outer in self.above(node))
+        return any(isinstance(outer, ast.ClassDef) and outer.name in self.models for outer in self.above(node))
 
     @cached_property
-    def _models(self) -> set[str]:
+    def models(self) -> set[str]:
         """Classes of the file that are models, by their bases or by those of their bases in it."""
         classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
         found: set[str] = set()
