@@ -24,7 +24,10 @@ from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
 FREE_MAPS = ("deepspeed", "model.config", "data.config", "cluster.env")
-PATH_KEYS_DATA = ("files", "validation_files", "train", "validation", "tokenizer", "cache_dir", "data_files")
+PATH_KEYS_DATA = (
+    *("files", "validation_files", "train", "validation", "data_files"),
+    *("tokenizer", "chat_template", "cache_dir"),
+)
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher import (
     rules_audit,
+    rules_finetune,
     rules_keep,
     rules_model,
     rules_optimizer,
@@ -59,6 +60,11 @@ RULES: tuple[Rule, ...] = (
     rules_model.own_module_has_no_hugging_face_options,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
+    rules_finetune.finetuning_begins_with_weights,
+    rules_finetune.conversations_are_finetuned,
+    rules_finetune.finetuned_models_go_on_in_one_sequence,
+    rules_finetune.packs_are_kept_apart,
+    rules_finetune.generation_needs_prompts,
     rules_keep.ema_decay_is_a_fraction,
     rules_keep.ema_needs_masters_in_memory,
     rules_keep.best_needs_evaluations,

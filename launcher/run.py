@@ -214,13 +214,15 @@ def _prepare_data(plan: Plan) -> None:
     render.note("preparing data")
     request = {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length}
     answer = ask_worker("prepare", request | {"source": plan.config.run.source})
+    render.notes(answer["notes"])
     model_vocabulary = plan.config.model.config.get("vocab_size")
     if isinstance(model_vocabulary, int) and (answer["vocab_size"] or 0) > model_vocabulary:
+        whose = f"the tokenizer in {answer['tokenizer']}" if answer["tokenizer"] else "the corpus"
         raise UserError(
             Problem(
                 "model.config.vocab_size",
                 str(model_vocabulary),
-                f"the corpus has ids up to {answer['vocab_size'] - 1}",
+                f"{whose} has ids up to {answer['vocab_size'] - 1}",
                 f"use model.config.vocab_size={answer['vocab_size']} or more, or another tokenizer",
             )
         )
@@ -256,7 +258,9 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
             if path.exists():
                 os.replace(path, kept / path.name)
         run.reset_control()
-        _drop_later_metrics(run, Path(plan.resume_from).name, kept)
+        step = int(Path(plan.resume_from).name.removeprefix(STEP_PREFIX))
+        for path in (run.metrics, run.generations):
+            _drop_later_records(path, step, kept)
     write_text(run.config, compose.composed_yaml(plan.config))
     write_text(run.overrides, "".join(f"{text}\n" for text in overrides))
     write_json(run.ds_config, plan.deepspeed)
@@ -267,16 +271,15 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
     return attempt
 
 
-def _drop_later_metrics(run: RunDir, checkpoint: str, kept: Path) -> None:
-    """Moves the records of steps after the checkpoint out of metrics.jsonl: they will be made again."""
-    if not run.metrics.exists():
+def _drop_later_records(path: Path, step: int, kept: Path) -> None:
+    """Moves the records of steps after the checkpoint's out of a file of the run: they will be made again."""
+    if not path.exists():
         return
-    step = int(checkpoint.removeprefix(STEP_PREFIX))
-    lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     later = [line for line in lines if json.loads(line)["step"] > step]
     if later:
-        write_text(kept / "metrics_dropped.jsonl", "\n".join(later) + "\n")
-    write_text(run.metrics, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+        write_text(kept / f"{path.stem}_dropped.jsonl", "\n".join(later) + "\n")
+    write_text(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:

@@ -33,6 +33,7 @@ class RunDir:
         self.effective = self.path / "effective.json"
         self.provenance = self.path / "provenance.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.generations = self.path / "generations.jsonl"
         self.summary = self.path / "summary.json"
         self.audit = self.path / "audit.json"
         self.logs = self.path / "logs"

@@ -49,6 +49,10 @@ class EvalSection:
     """Optimizer steps between evaluations; 0: only at the end."""
     samples: int
     """Held-out samples per evaluation (fewer when the validation split is smaller); 0: none."""
+    generate: int
+    """Held-out conversations whose prompts are answered at each evaluation, in generations.jsonl; 0: none."""
+    max_new_tokens: int
+    """Longest of those answers, in tokens."""
     patience: int
     """Evaluations in a row that are no better than the best one, after which the run ends; 0: it never does."""
     min_delta: float
@@ -246,7 +250,7 @@ class PlanSection:
 @dataclass
 class RecipeSection:
     name: str
-    """The job: pretrain, custom, resume or export."""
+    """The job: pretrain, finetune, custom, resume or export."""
     target: str | None
     """MODULE.NAME of your own recipe, a function of a plan and its run folder; with recipe=custom."""
 

@@ -72,7 +72,7 @@ def _loaded(plan: Plan, folder: Path, dtype: str) -> Any:
 
 
 def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
-    """Mean loss in nats/token over the first SAMPLES validation samples."""
+    """Mean loss in nats/token over the first SAMPLES validation samples, each by its weight."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -84,13 +84,9 @@ def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
 
         model = PeftModel.from_pretrained(model, folder)
     model.eval()
+    numbers, losses = np.arange(count), []
     with torch.no_grad():
-        losses = [
-            float(
-                objective.sample_losses(
-                    model, on_device(validation.batch(np.array([number])), torch.device("cpu"))
-                ).double()
-            )
-            for number in range(count)
-        ]
-    return sum(losses) / count
+        for number in numbers:
+            batch = on_device(validation.batch(numbers[number : number + 1]), torch.device("cpu"))
+            losses.append(float(objective.sample_losses(model, batch).double()))
+    return float(np.average(losses, weights=validation.weights(numbers)))

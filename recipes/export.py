@@ -28,7 +28,7 @@ from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.average import averaged
 from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
 from recipes.shared.hf_config import DTYPES
-from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
+from recipes.shared.hf_files import CONFIG, GENERATION, TEMPLATE, copy_tokenizer, described_in, write_model_config
 from recipes.shared.lora import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
@@ -94,8 +94,8 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, its adapter, and how a module
-    of the user's own was made."""
+    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, its adapter, how a module of
+    the user's own was made, and the chat template it was trained with where that is not the tokenizer's own."""
 
     def __init__(
         self,
@@ -104,9 +104,10 @@ class _Source:
         tokenizer: Path | None,
         adapter: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
+        template: str | None = None,
     ) -> None:
         self.shards, self.described, self.tokenizer, self.adapter = shards, described, tokenizer, adapter
-        self.own = own
+        self.own, self.template = own, template
 
 
 def _source(request: dict[str, Any]) -> _Source:
@@ -123,9 +124,9 @@ def _source(request: dict[str, Any]) -> _Source:
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}
-    target = saved.get("model_target")
+    target, template = saved.get("model_target"), plan.config.data.get("chat_template")
     own = None if target is None else {"target": target, "config": saved["model_config"]}
-    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), own)
+    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), own, template)
 
 
 def _item(entry: Entry | Merged, dtype: torch.dtype) -> Item:
@@ -228,6 +229,8 @@ def _differs(staging: Path, shard: Shard, what: str) -> UserError:
 def _write_model_files(source: _Source, dtype: str, staging: Path, alone: bool) -> None:
     """Config, generation config and tokenizer, where they are known; of an adapter `alone`, or a module of the user's
     own, what made it."""
+    if source.template is not None:
+        shutil.copy2(source.template, staging / TEMPLATE)  # what is there is not replaced by the tokenizer's
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
     if alone and source.adapter is not None:

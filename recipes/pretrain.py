@@ -9,6 +9,7 @@ from __future__ import annotations
 from launcher.plan import Plan
 from launcher.rundir import RunDir
 from recipes.shared import distributed
+from recipes.shared.adapter import trained_targets
 from recipes.shared.audit import auditor
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.splits import open_splits
@@ -30,10 +31,10 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     splits = open_splits(plan, ranks)
     engine = build_engine(plan, build_model(plan, ranks))
     record_effective(engine, plan, run_dir)
-    state = TrainState(engine=engine, plan=plan, ranks=ranks, run=run_dir)
+    state = TrainState(engine=engine, plan=plan, ranks=ranks, run=run_dir, data_digest=splits.digest)
     restore(state)
     tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
     train(state, splits.training, splits.validation, objective_of(plan), metrics)
     auditor.finish(audit)
-    metrics.finish(splits.unigram_entropy)
+    metrics.finish(splits.unigram_entropy, adapter=trained_targets(state, metrics.moved))

@@ -15,6 +15,7 @@ from typing import Any
 from recipes.shared.lora import base_of
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 # JSON files of a model's or a Trainer's folder that are not a tokenizer's.

@@ -60,6 +60,8 @@ def adapted(plan: Plan, model: nn.Module) -> nn.Module:
     torch.manual_seed(plan.config.run.seed + SEED)
     wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
     wrapped.peft_config[NAME].base_model_name_or_path = plan.config.model.init_from
+    if section.target != ALL_LINEAR:
+        _refuse_fewer(wrapped, layers)
     return wrapped
 
 
@@ -68,6 +70,14 @@ def _task(plan: Plan) -> str | None:
     if plan.config.model.target is not None:
         return None
     return "SEQ_2_SEQ_LM" if is_encoder_decoder(plan.config.model.config) else "CAUSAL_LM"
+
+
+def _refuse_fewer(wrapped: Any, layers: list[str]) -> None:
+    """Raises UserError when PEFT adapted other layers than those that were meant."""
+    different = sorted(set(layers) ^ set(wrapped.base_model.targeted_module_names))
+    if different:
+        why = "PEFT does not adapt exactly the layers that these names mean"
+        raise UserError(Problem("peft.target", ", ".join(different[:LISTED]), why, "name the layers one by one"))
 
 
 def _ending(model: nn.Module, end: str, where: str) -> list[str]:

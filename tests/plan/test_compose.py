@@ -52,6 +52,7 @@ def needs(group: str, choice: str, folder: Path) -> list[str]:
     return {
         ("audit", "strict"): ["zero=stage3"],
         ("cluster", "hostfile"): two[1:],
+        ("data", "chat"): ["recipe=finetune", "model.init_from=/weights"],
         ("data", "hub"): ["data.path=json"],
         ("data", "custom"): ["data.target=tests.train.own_models.vectors"],
         ("data", "tokens"): ["data.train=/data/train.bin", "data.vocab_size=256"],
@@ -61,6 +62,7 @@ def needs(group: str, choice: str, folder: Path) -> list[str]:
         ("offload", "nvme"): ["zero=stage3", "deepspeed.zero_optimization.offload_optimizer.nvme_path=/nvme"],
         ("optim", "lion"): ["offload=cpu"],
         ("recipe", "custom"): ["recipe.target=tests.train.own_models.recipe"],
+        ("recipe", "finetune"): ["data=chat", "model.init_from=/weights"],
         ("zeropp", "full"): ["zero=stage3", *two],
         ("zeropp", "hpz"): ["zero=stage3", *two],
         ("zeropp", "qgz"): ["zero=stage3", *two],

@@ -33,6 +33,8 @@ ADAFACTOR = (
 LAMB = ("zero=stage0", "deepspeed.optimizer.type=Lamb")
 DECAYED = "parameters.groups=[{max_dim: 1, weight_decay: 0.0}]"
 SLOWER = 'parameters.groups=[{match: ["*embed*"], lr_scale: 0.1}]'
+FINETUNE, BEGUN = ("recipe=finetune", "data=chat"), "model.init_from=/weights"
+PACKED = (*FINETUNE, BEGUN, "model.attn_implementation=flash_attention_2")
 NVME_PATH = "deepspeed.zero_optimization.offload_optimizer.nvme_path"
 
 
@@ -365,6 +367,19 @@ CASES = [
     Case("audit_watches_steps", ("audit.steps=0",), ("audit.steps=1",)),
     Case("strict_audit_needs_stage3", ("audit=strict", "zero=stage2"), ("audit=strict", "zero=stage3")),
     Case("audit_path_needs_its_mode", ("audit.path=/src",), ("audit.path=null",)),
+    Case("finetuning_begins_with_weights", FINETUNE, (*FINETUNE, BEGUN)),
+    Case("conversations_are_finetuned", ("data=chat",), ("data=stdlib",)),
+    Case("conversations_are_finetuned", ("recipe=finetune", BEGUN), (*FINETUNE, BEGUN)),
+    Case(
+        "finetuned_models_go_on_in_one_sequence",
+        (*FINETUNE, BEGUN, "model.config.is_encoder_decoder=true"),
+        (*FINETUNE, BEGUN, "model.config.is_encoder_decoder=false"),
+    ),
+    Case("packs_are_kept_apart", (*PACKED, "train.micro_batch_size=2"), (*PACKED, "train.micro_batch_size=1")),
+    Case("packs_are_kept_apart", PACKED, (*PACKED, "data.packing=false")),
+    Case("generation_needs_prompts", ("eval.generate=1",), (*FINETUNE, BEGUN, "eval.generate=1")),
+    Case("generation_needs_prompts", ("eval.generate=-1",), ("eval.generate=0",)),
+    Case("generation_needs_prompts", ("eval.max_new_tokens=0",), ("eval.max_new_tokens=1",)),
     Case("peft_is_known", ("peft.kind=ladder",), ("peft.kind=none",)),
     Case("peft_options_need_lora", ("peft.rank=8",), ("peft=lora", "peft.rank=8")),
     Case("peft_options_need_lora", ("peft.target=[q_proj]",), ("peft=lora", "peft.target=[q_proj]")),

@@ -93,6 +93,14 @@ class LooksAtValues(UsedOutside):
         self.start = float(self.head.weight.sum().item())
 
 
+class Large(nn.Module):
+    """24 matrices, 403 MB in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
+
+
 def stream(rows: int = 8) -> tuple[Any, Any]:
     """Samples that can only be iterated over."""
     return iter(range(rows)), iter(range(rows))

@@ -25,6 +25,7 @@ from recipes.shared.model import from_config
 from tests.plan.asking import planned, refuses
 from tests.train.engines import Engines
 from tests.train.running import losses
+from tests.train.test_export_job import request as export_request
 
 FIELDS: dict[str, Any] = {"model_type": "t5", "vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 48}
 FIELDS |= {"num_layers": 1, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}
@@ -103,9 +104,7 @@ def test_one_embedding_under_several_names_is_saved_resumed_elsewhere_and_export
         assert losses(run) == pytest.approx(curves["stage0"][2:], rel=1e-5)
     run = tmp_path / "stage3"
     write_json(RunDir(run).plan, planned(*T5, *SHORT, "zero=stage3").to_json())
-    asked = {"run_dir": str(run), "step": None, "source": None, "model_config": None, "dtype": "fp32", "lora": "merged"}
-    asked |= {"dir": str(tmp_path / "out"), "max_shard_bytes": 10**9, "verify": True}
-    answer = export.run_job(asked)
+    answer = export.run_job(export_request(run, tmp_path / "out"))
     model, info = AutoModelForSeq2SeqLM.from_pretrained(answer["staging"], output_loading_info=True)
     assert not any(info.values())
     assert model.lm_head.weight is model.shared.weight and model.decoder.embed_tokens.weight is model.shared.weight

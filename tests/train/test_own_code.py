@@ -27,6 +27,7 @@ from recipes.shared.own_code import make_model
 from tests.plan.asking import ROOT, planned, refused, refuses
 from tests.train.engines import Engines
 from tests.train.running import launch, losses, records
+from tests.train.test_export_job import request as export_request
 
 SOURCE = ROOT / "examples" / "tabular"
 EXAMPLE = (
@@ -68,8 +69,7 @@ def test_the_example_trains_alike_at_every_stage(trained: dict[str, Path], zero:
 
 def exported(run: Path, target: Path) -> dict[str, Any]:
     """The answer of the export's job; the files lie in its `staging`."""
-    asked = {"run_dir": str(run), "step": None, "source": None, "model_config": None, "dtype": "fp32", "lora": "merged"}
-    return export.run_job(asked | {"dir": str(target), "max_shard_bytes": 10**9, "verify": True})
+    return export.run_job(export_request(run, target))
 
 
 @pytest.mark.parametrize("zero", ["stage0", "stage3"])

@@ -190,6 +190,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
         "seed": plan.config.run.seed,
         "batch": {"global": plan.batch.global_batch_size, "micro": plan.batch.micro_batch_size},
         "plan_fingerprint": plan.fingerprint,
+        "data_digest": state.data_digest,
         "model_config": plan.config.model.config,
         "model_target": plan.config.model.target,
         "hugging_face": hf_files.describe(state.engine.module) if plan.config.model.target is None else None,

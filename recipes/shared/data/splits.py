@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from recipes.shared.data.build import prepare
-from recipes.shared.data.corpus import open_corpus
+from recipes.shared.data.corpus import open_conversations, open_corpus
 from recipes.shared.data.prepare import corpus_folder
 from recipes.shared.data.samples import Samples
 from recipes.shared.data.windows import Halves
@@ -30,6 +30,8 @@ class Splits:
     training: Samples
     validation: Samples
     unigram_entropy: float | None
+    digest: str | None
+    """Of a prepared corpus; None where it is not known."""
 
 
 def open_splits(plan: Plan, ranks: Any = None) -> Splits:
@@ -39,12 +41,15 @@ def open_splits(plan: Plan, ranks: Any = None) -> Splits:
     """
     data, length = plan.config.data, plan.config.train.sequence_length
     if data["kind"] == "custom":
-        return _agreed(Splits(*make_data(data, plan.config.run.source), None), data, ranks)
+        return _agreed(Splits(*make_data(data, plan.config.run.source), None, None), data, ranks)
     folder = prepare(data, length, Path(data["cache_dir"])) if ranks is None else corpus_folder(plan, ranks)
+    if data["kind"] == "chat":
+        meta, packed, padded = open_conversations(folder, length, data["packing"])
+        return Splits(packed, padded, meta.unigram_entropy, meta.digest)
     meta, training, validation = open_corpus(folder, length)
     if plan.config.model.target is None and is_encoder_decoder(plan.config.model.config):
-        return Splits(Halves(training), Halves(validation), meta.unigram_entropy)
-    return Splits(training, validation, meta.unigram_entropy)
+        return Splits(Halves(training), Halves(validation), meta.unigram_entropy, meta.digest)
+    return Splits(training, validation, meta.unigram_entropy, meta.digest)
 
 
 def _agreed(splits: Splits, data: dict[str, Any], ranks: Any) -> Splits:
