@@ -17,12 +17,12 @@ import torch
 from launcher.errors import EXIT_TRAINING, Problem, UserError
 from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
+from recipes.shared.adapter import ADAPTER_CONFIG
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.hf_config import DTYPES
 from recipes.shared.hf_files import CONFIG
-from recipes.shared.lora import ADAPTER_CONFIG
 from recipes.shared.losses import causal_lm_sample_losses
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through

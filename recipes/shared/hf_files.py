@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from recipes.shared.lora import base_of
-
 CONFIG, GENERATION = "config.json", "generation_config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
@@ -26,7 +24,8 @@ def describe(model: Any) -> dict[str, Any] | None:
 
     Of a model with an adapter: those of the model it was put into.
     """
-    model = base_of(model)
+    if hasattr(model, "peft_config"):
+        model = model.get_base_model()
     if not hasattr(getattr(model, "config", None), "to_diff_dict"):
         return None
     generation = getattr(model, "generation_config", None)

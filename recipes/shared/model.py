@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from launcher.plan import Plan
+from recipes.shared.adapter import PREFIX, base_name
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
 from recipes.shared.hf_config import DTYPES, make_config
-from recipes.shared.lora import PREFIX, adapted, base_name
+from recipes.shared.lora import adapted
 from recipes.shared.pretrained import load_whole, match, open_weights
 
 

@@ -56,7 +56,6 @@ def test_an_export_that_was_cut_off_goes_on_at_the_next_file(
     kept = {name: (staging / name).stat().st_mtime_ns for name in written}
     (staging / "model-00004.part").write_text("half")
     written.clear()
-    monkeypatch.setattr(export, "write_shard", lambda shard, *rest: written.append(shard.file) or {})
     monkeypatch.setattr(export, "write_shard", safetensors_writer.write_shard)
     answer = export.run_job(request(run, target))
     assert Path(answer["staging"]) == staging
@@ -72,7 +71,7 @@ def test_what_was_cut_off_is_not_continued_as_something_else(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(export, "_verify", interrupted)
+        patched.setattr(export, "_write_model_files", interrupted)
         export.run_job(request(run, tmp_path / "export"))
     answer = export.run_job(request(run, tmp_path / "export", dtype="bf16", max_shard_bytes=10**9))
     names = sorted(path.name for path in Path(answer["staging"]).iterdir())
