@@ -10,6 +10,7 @@ import fcntl
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from recipes import export
 from recipes.shared import safetensors_writer
 from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.reader import open_checkpoint
-from tests.train.running import Runs, launch
+from tests.train.running import ROOT, Runs, launch
 from tests.train.test_parity import overrides
 
 
@@ -99,6 +100,68 @@ def test_a_file_that_is_not_what_was_read_is_found_and_removed(
     with pytest.raises(UserError, match="is not what was read from the checkpoint"):
         export.run_job(request(run, tmp_path / "export"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_that_is_wrong_stops_the_others_before_the_folder_goes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written beside each other: none may be written on into a folder that is being removed."""
+    writing: list[str] = []
+
+    def write(shard: Any, *rest: Any) -> dict[str, str]:
+        writing.append(shard.file)
+        digests = safetensors_writer.write_shard(shard, *rest)
+        if len(writing) == 1:
+            digests = dict.fromkeys(digests, "0")
+        return digests
+
+    monkeypatch.setattr(export, "write_shard", write)
+    with pytest.raises(UserError, match="model-00001-of"):
+        export.run_job(request(run, tmp_path / "export"))
+    assert list(tmp_path.iterdir()) == []
+    assert len(writing) < int(writing[0][-17:-12])  # of that many files
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"F32"', b'"I32"'), (b'"shape":[', b'"shape":[1,'), (b"norm", b"nrom")],
+    ids=["element", "shape", "name"],
+)
+def test_a_header_that_is_not_what_was_asked_for_is_found(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes
+) -> None:
+    """The bytes of every tensor are right; what the library reads from the header is not."""
+
+    def write(shard: Any, folder: Path, *rest: Any) -> dict[str, str]:
+        digests = safetensors_writer.write_shard(shard, folder, *rest)
+        content = (folder / shard.file).read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = content[8 : 8 + size].replace(old, new, 1).rstrip()
+        header += b" " * (-len(header) % 8)
+        (folder / shard.file).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        return digests
+
+    monkeypatch.setattr(export, "write_shard", write)
+    with pytest.raises(UserError, match="is not what was read from the checkpoint"):
+        export.run_job(request(run, tmp_path / "export", max_shard_bytes=10**9))
+
+
+ALONE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from recipes import export
+export.run_job(json.load(sys.stdin))
+print([name for name in ("torch", "transformers", "deepspeed", "peft") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_an_export_loads_no_torch(run: Path, tmp_path: Path, dtype: str) -> None:
+    """Importing it takes longer than copying a billion bytes."""
+    asked = json.dumps(request(run, tmp_path / "export", dtype=dtype))
+    script = [sys.executable, "-c", ALONE, str(ROOT)]
+    done = subprocess.run(script, input=asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_two_exports_to_one_folder_are_one_too_many(run: Path, tmp_path: Path) -> None:

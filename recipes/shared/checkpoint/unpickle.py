@@ -54,7 +54,7 @@ def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tup
 
 
 def _parameter(data: Array, *rest: Any) -> Array:
-    """torch._utils._rebuild_parameter."""
+    """torch._utils._rebuild_parameter, and the same with a state."""
     return data
 
 
@@ -75,6 +75,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): Stub,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _plain,
 }
 _STORAGES = {
