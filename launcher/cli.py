@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from launcher import compose, env, export, help, provenance, render, run
 from launcher.cluster.value import resolve
 from launcher.command import ROOT
+from launcher.conversion import conversion, saved_layout, wanted_layout
 from launcher.describe import Known, describe
 from launcher.ds_file import Folded, contradictions, located
 from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
@@ -128,9 +129,12 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
     if recipe == "resume":
         if plan.config.mode == "train":
             end_last_attempt(old)
-        checkpoint = run.newest_checkpoint(old)
+        checkpoint = run.whole_checkpoint(old)
         plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
         raise_if(changed_layout(plan, checkpoint["manifest"]))
+        needed = conversion(plan, checkpoint)
+        if needed is not None:
+            render.note(needed.told(saved_layout(checkpoint["manifest"]), wanted_layout(plan)))
     sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
     if plan.config.mode == "plan":
         render.plan(plan, RunDir(plan.config.run.dir or "RUN_DIR"), plan.config.plan.format, sources, replaced)

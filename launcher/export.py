@@ -24,7 +24,9 @@ def plan(config: RunConfig, old: RunDir | None) -> run.Outcome:
     raise_if(export_problems(config.export))
     request = _request(config, old)
     shown = {key: request[key] for key in ("run_dir", "source", "dtype", "dir", "max_shard_bytes", "verify")}
-    shown["checkpoint"] = request["source"] if old is None else run.checkpoint_of_step(old, config.export.step)
+    shown["checkpoint"] = request["source"]
+    if old is not None:
+        shown["checkpoint"] = run.whole_checkpoint(old, config.export.step, config.export.best)["checkpoint"]
     render.export_plan(shown, as_json=config.plan.format == "json")
     return run.Outcome(EXIT_OK, None, [])
 
@@ -51,12 +53,15 @@ def _request(config: RunConfig, old: RunDir | None) -> dict[str, Any]:
     if old is None and section.dir is None:
         why = "a checkpoint that no run of ours wrote has no run folder to put it in"
         raise UserError(Problem("export.dir", "null", why, "add export.dir=FOLDER"))
-    if old is None and section.step is not None:
-        why = "steps are those of a run of ours; this names a folder"
-        raise UserError(Problem("export.step", str(section.step), why, "name the checkpoint's own folder"))
+    asked = {"step": section.step, "best": section.best or None, "weights": "ema" if section.weights == "ema" else None}
+    if old is None and (name := next((name for name, value in asked.items() if value is not None), None)):
+        why = "only a run of ours has it; export.source names a folder"
+        raise UserError(Problem(f"export.{name}", str(asked[name]), why, "name the checkpoint's own folder alone"))
     return {
         "run_dir": str(old.path) if old else None,
         "step": section.step,
+        "best": section.best,
+        "weights": section.weights,
         "source": None if old else section.source,
         "model_config": config.model.config if config.model.path else None,
         "dtype": section.dtype,
@@ -70,7 +75,7 @@ def _request(config: RunConfig, old: RunDir | None) -> dict[str, Any]:
 def _reloaded(answer: dict[str, Any], staging: Path, expected: float | None, old: RunDir) -> dict[str, Any]:
     """The loss that the written files have on the checkpoint's fixed batch, or why it was not computed."""
     if expected is None:
-        return {"loss": None, "skipped": "the checkpoint records no loss on a fixed batch"}
+        return {"loss": None, "skipped": "the checkpoint records no loss of these weights on a fixed batch"}
     request = {"run_dir": str(old.path), "folder": str(staging), "expected": expected}
     try:
         return run.ask_worker("check_export", request | {key: answer[key] for key in ("dtype", "bytes")})

@@ -216,10 +216,12 @@ def _estimate(
         offload_optimizer=ds_config.offload_device(deepspeed, "optimizer") is not None,
         offload_param=ds_config.offload_device(deepspeed, "param") is not None,
         frozen=frozen,
+        averaged=config.ema.decay is not None,
     )
     passes = batch.gradient_accumulation_steps
     moved = traffic.bytes_per_step(trained, stage, cluster.world_size, precision, passes, frozen)
     checkpoint = memory.WEIGHT_BYTES[precision] * (trained + frozen) + (4 + memory.MOMENT_BYTES) * trained
+    checkpoint += memory.AVERAGE_BYTES * trained * (config.ema.decay is not None)
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)

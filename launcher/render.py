@@ -147,7 +147,7 @@ def _memory_table(value: Plan, stage: int) -> Any:
     table.add_column("term")
     table.add_column("device", justify="right")
     table.add_column("host", justify="right")
-    for name in ("weights", "gradients", "master", "moments"):
+    for name in ("weights", "gradients", "master", "moments", "average"):
         device, host = estimate.device_bytes.get(name), estimate.host_bytes.get(name)
         if device or host:
             table.add_row(name, _gb(device), _gb(host))

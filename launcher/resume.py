@@ -12,14 +12,13 @@ from typing import Any
 from launcher.batch import Batch
 from launcher.errors import Problem
 from launcher.plan import Plan
+from launcher.rules_optimizer import LAID_OUT_ANEW
 from launcher.schema import RunConfig
 
 # A change of these would make it another experiment.
 FIXED = ("model", "parameters", "peft", "data", "train.sequence_length", "run.seed", "deepspeed.optimizer.type")
 BATCH_OPTIONS = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 OFFLOADED = ("optimizer", "param")
-# Optimizers whose state is a step and tensors of the parameters' shapes: they fit any layout.
-LAID_OUT_ANEW = ("adam", "adamw", "lion", "sgd", "adagrad")
 NOT_CONTENT = ("data.cache_dir", "model.name")
 
 

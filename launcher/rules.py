@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher import (
+    rules_keep,
     rules_model,
     rules_optimizer,
     rules_parameters,
@@ -55,6 +56,10 @@ RULES: tuple[Rule, ...] = (
     rules_model.model_shape_is_sound,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
+    rules_keep.ema_decay_is_a_fraction,
+    rules_keep.ema_needs_masters_in_memory,
+    rules_keep.best_needs_evaluations,
+    rules_keep.smallest_gain_is_a_gain,
     rules_parameters.parameter_groups_are_sound,
     rules_parameters.group_rates_need_a_relative_schedule,
     rules_peft.peft_is_known,

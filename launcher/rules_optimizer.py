@@ -13,6 +13,8 @@ from launcher.ds_config import offload_device, zero_stage
 from launcher.errors import Problem
 from launcher.schema import RunConfig
 
+# Their state is a step and tensors of the parameters' shapes: they fit any layout.
+LAID_OUT_ANEW = ("adam", "adamw", "lion", "sgd", "adagrad")
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")  # runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS, by type here
 # Types whose step looks at each parameter's own shape or norm.
 SHAPED = ("adafactor", "lamb")

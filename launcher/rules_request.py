@@ -151,6 +151,7 @@ def counts_are_positive(config: RunConfig, cluster: Cluster, ds: dict[str, Any])
         "train.fallback_micro_batch_size": (config.train.fallback_micro_batch_size, 1),
         "eval.every": (config.eval.every, 0),
         "eval.samples": (config.eval.samples, 0),
+        "eval.patience": (config.eval.patience, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 0),
         "checkpoint.keep_every": (config.checkpoint.keep_every, 0),
@@ -188,6 +189,11 @@ def export_problems(export: ExportSection) -> list[Problem]:
     if export.lora not in ("merged", "adapter"):
         why = "not a form of a LoRA run's weights"
         found.append(Problem("export.lora", export.lora, why, "use merged or adapter"))
+    if export.weights not in ("trained", "ema"):
+        found.append(Problem("export.weights", export.weights, "not a kind of weights", "use trained or ema"))
+    if export.best and export.step is not None:
+        why = "the best checkpoint is one, this step another"
+        found.append(Problem("export.step", str(export.step), why, "name the step, or say export.best=true"))
     if export.max_shard_bytes < 1:
         given, fix = str(export.max_shard_bytes), "export.max_shard_bytes=1 or more"
         found.append(Problem("export.max_shard_bytes", given, "it is at least 1", fix))

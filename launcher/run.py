@@ -140,24 +140,12 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
     return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
 
 
-def newest_checkpoint(run: RunDir) -> dict[str, Any]:
-    """{"checkpoint": folder, "manifest": its manifest} of the newest good one; raises UserError when there is none."""
-    return ask_worker("find_checkpoint", {"run_dir": str(run.path)})
+def whole_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> dict[str, Any]:
+    """{"checkpoint": folder, "manifest": its manifest} of the newest good one, that of `step` or the `best`.
 
-
-def checkpoint_of_step(run: RunDir, step: int | None) -> str:
-    """Folder of the checkpoint at `step` (None: the newest good one)."""
-    if step is None:
-        return str(newest_checkpoint(run)["checkpoint"])
-    folder = run.checkpoint(step)
-    if not folder.is_dir():
-        known = run.checkpoint_names()
-        raise UserError(
-            Problem(
-                "export.step", str(step), f"there is no {folder.name}", f"checkpoints: {', '.join(known) or 'none'}"
-            )
-        )
-    return str(folder)
+    Raises UserError when there is none.
+    """
+    return ask_worker("find_checkpoint", {"run_dir": str(run.path), "step": step, "best": best})
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
@@ -325,7 +313,7 @@ def _restarted(run: RunDir, plan: Plan, ending: Ending, left: int) -> Plan | Non
         return None
     render.note(f"{failure.message}; starting again ({left} of cluster.restarts left)")
     try:
-        newest = newest_checkpoint(run)
+        newest = whole_checkpoint(run)
         if not plan.cluster.local and plan.config.cluster.preflight:
             findings = preflight(plan, run, *_rendezvous(plan))
             lost = {found.host for found in findings if found.status == FAIL and found.check == "reachable"}

@@ -47,6 +47,16 @@ class EvalSection:
     """Optimizer steps between evaluations; 0: only at the end."""
     samples: int
     """Held-out samples per evaluation (fewer when the validation split is smaller); 0: none."""
+    patience: int
+    """Evaluations in a row that are no better than the best one, after which the run ends; 0: it never does."""
+    min_delta: float
+    """By how much a loss must be below the best one to be better, in the loss's own unit."""
+
+
+@dataclass
+class EmaSection:
+    decay: float | None
+    """What an exponential moving average of the weights keeps of itself at each step (0.999); null: none is kept."""
 
 
 @dataclass
@@ -167,6 +177,8 @@ class CheckpointSection:
     """Copy a checkpoint to host memory, kept for the next, and write it while training goes on (checkpoint.async)."""
     keep_every: int
     """Checkpoints of steps that this divides are kept for good; 0: none."""
+    best: bool
+    """Also save whenever an evaluation is better than all before it, and keep that checkpoint."""
 
 
 @dataclass
@@ -193,6 +205,10 @@ class ExportSection:
     """Target folder; null: `export` in the run's folder."""
     step: int | None
     """Checkpoint to export, by optimizer step; null: the newest good one."""
+    best: bool
+    """Export the checkpoint of the best evaluation."""
+    weights: str
+    """trained, or ema: the moving average that a run with ema.decay keeps of them."""
     lora: str
     """Of a run with peft=lora: merged (the weights with the adapter in them) or adapter (it alone, for PEFT)."""
     max_shard_bytes: int
@@ -225,6 +241,7 @@ class RunConfig:
     run: RunSection
     train: TrainSection
     eval: EvalSection
+    ema: EmaSection
     model: ModelSection
     parameters: ParametersSection
     peft: PeftSection

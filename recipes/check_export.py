@@ -21,9 +21,10 @@ from recipes.shared.adapter import ADAPTER_CONFIG
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_corpus
+from recipes.shared.evaluate import on_device
 from recipes.shared.hf_config import DTYPES
 from recipes.shared.hf_files import CONFIG
-from recipes.shared.losses import causal_lm_sample_losses
+from recipes.shared.losses import CausalLM
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through
 
@@ -76,7 +77,9 @@ def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
     model.eval()
     with torch.no_grad():
         losses = [
-            float(causal_lm_sample_losses(model, torch.from_numpy(validation.batch(np.array([number])))).double())
+            float(
+                CausalLM().sample_losses(model, on_device(validation.batch(np.array([number])), model.device)).double()
+            )
             for number in range(count)
         ]
     return sum(losses) / count

@@ -25,6 +25,8 @@ from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir, existing_parent, read_json, write_json
 from recipes.shared.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.checkpoint import find, foreign, manifest
+from recipes.shared.checkpoint.average import KEY as AVERAGE
+from recipes.shared.checkpoint.average import averaged
 from recipes.shared.checkpoint.entries import BUFFER, Checkpoint, Entry
 from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.elements import FP16, FP16_MAX, OF_PLANS, Array, Element, is_floating
@@ -45,9 +47,10 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     refuse_existing(target)
     source = _source(request)
     checkpoint = open_checkpoint(source.shards)
-    items = [
-        _item(entry, OF_PLANS[request["dtype"]]) for entry in exported(checkpoint, source.adapter, request["lora"])
-    ]
+    if request["weights"] == AVERAGE:
+        checkpoint = averaged(checkpoint, source.shards)
+    dtype = OF_PLANS[request["dtype"]]
+    items = [_item(entry, dtype) for entry in exported(checkpoint, source.adapter, request["lora"])]
     alone = request["lora"] == ADAPTER
     shards = layout(items, request["max_shard_bytes"])
     if alone:
@@ -66,7 +69,9 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
             "described": alone or source.described is not None,
             "verified": {"tensors": bool(request["verify"])},
         }
-        provenance = _provenance(source.shards, checkpoint, staging, done)
+        provenance = _provenance(source.shards, checkpoint, staging, done) | {"weights": request["weights"]}
+        if request["weights"] == AVERAGE:
+            provenance["fixed_batch_loss"] = None  # it is the trained weights'
         os.unlink(staging / PROGRESS)
     return answer | {"copy_s": copy_s, "staging": str(staging), "provenance": provenance}
 
@@ -110,7 +115,7 @@ def _source(request: dict[str, Any]) -> _Source:
         return _Source(place.shards, described, place.model)
     run = RunDir(request["run_dir"])
     plan: Plan = read_plan(run.plan)
-    shards = find.newest(run) if request["step"] is None else find.whole(run.checkpoint(request["step"]))
+    shards = find.chosen(run, request["step"], request["best"])
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}
@@ -151,7 +156,7 @@ def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
     """What an export that was cut off must have been made from to be continued."""
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(shards.glob("*.pt"))}
     return {"checkpoint": str(shards), "files": files} | {
-        key: request[key] for key in ("dtype", "lora", "max_shard_bytes")
+        key: request[key] for key in ("dtype", "lora", "max_shard_bytes", "weights")
     }
 
 

@@ -15,7 +15,7 @@ from recipes.shared.data.prepare import corpus_folder
 from recipes.shared.effective import record_effective
 from recipes.shared.engine import build_engine
 from recipes.shared.loop import train
-from recipes.shared.losses import causal_lm_loss
+from recipes.shared.losses import CausalLM
 from recipes.shared.metrics import Metrics
 from recipes.shared.model import build_model
 from recipes.shared.state import TrainState
@@ -33,5 +33,5 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     restore(state)
     tracker = make_tracker(state)
     metrics = Metrics(state, tracker)
-    train(state, training, validation, causal_lm_loss, metrics)
+    train(state, training, validation, CausalLM(), metrics)
     metrics.finish(meta.unigram_entropy)

@@ -11,6 +11,7 @@ from typing import Any
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENT_BYTES = 8  # two fp32 Adam moments
+AVERAGE_BYTES = 4  # of an exponential moving average, as the masters
 DEFAULT_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size where none is given
 
 
@@ -43,10 +44,11 @@ def model_state(
     offload_optimizer: bool,
     offload_param: bool,
     frozen: int = 0,
+    averaged: bool = False,
 ) -> ModelState:
     """Resident terms after a step, as DeepSpeed 0.19.8 allocates them with Adam (padding left out).
 
-    `parameters` are trained, `frozen` ones beside them are weights and nothing else.
+    `parameters` are trained, `frozen` ones beside them are weights and nothing else. `averaged`: with ema.decay.
     Stages 1 to 3 keep a separate fp32 master even in fp32; stage 3 keeps its gradient partition for good.
     """
     weight = WEIGHT_BYTES[precision]
@@ -56,6 +58,7 @@ def model_state(
     if stage == 0:
         master = 0 if precision == "fp32" else 4 * parameters
         device = {"weights": weight * every, "master": master, "moments": MOMENT_BYTES * parameters}
+        device["average"] = AVERAGE_BYTES * parameters * averaged
         return ModelState(textbook, _present(device), {})
     device = {"weights": weight * (-(-every // world_size) if stage == 3 else every)}
     host: dict[str, int] = {}
@@ -64,6 +67,7 @@ def model_state(
     optimizer_home = host if offload_optimizer else device
     optimizer_home["master"] = 4 * share
     optimizer_home["moments"] = MOMENT_BYTES * share
+    optimizer_home["average"] = AVERAGE_BYTES * share * averaged
     if stage == 3 or offload_optimizer:
         optimizer_home["gradients"] = (4 if offload_optimizer else weight) * share
     return ModelState(textbook, _present(device), _present(host))

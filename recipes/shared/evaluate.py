@@ -7,16 +7,17 @@ Must never let ranks run different numbers of forwards: short shares are padded 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from recipes.shared.data.windows import TokenWindows
-from recipes.shared.losses import causal_lm_sample_losses
+from recipes.shared.data.samples import Samples
+from recipes.shared.losses import Batch, Objective
 from recipes.shared.state import TrainState
 
 
-def evaluate(state: TrainState, validation: TokenWindows, at_most: int | None = None) -> float | None:
-    """Mean loss in nats/token over the first `eval.samples` windows (all of a smaller split); None when 0 are asked.
+def evaluate(state: TrainState, validation: Samples, objective: Objective, at_most: int | None = None) -> float | None:
+    """Mean loss over the first `eval.samples` samples (all of a smaller split), by weight; None when 0 are asked.
 
     `at_most`: fewer than that. All ranks.
     """
@@ -31,10 +32,15 @@ def evaluate(state: TrainState, validation: TokenWindows, at_most: int | None = 
     with torch.no_grad():
         for start in range(0, share, micro):
             indices = mine[start : start + micro]
-            weights = torch.from_numpy((indices < count).astype(np.float64)).to(ranks.device)
-            tokens = torch.from_numpy(validation.batch(np.minimum(indices, count - 1))).to(ranks.device)
-            losses = causal_lm_sample_losses(state.engine, tokens).double()
+            present = np.minimum(indices, count - 1)
+            weights = torch.from_numpy(validation.weights(present) * (indices < count)).to(ranks.device)
+            losses = objective.sample_losses(state.engine, on_device(validation.batch(present), ranks.device)).double()
             total += torch.stack([(losses * weights).sum(), weights.sum()])
     state.engine.train()
     dist.all_reduce(total)
     return float(total[0] / total[1])
+
+
+def on_device(batch: dict[str, npt.NDArray[np.generic]], device: torch.device) -> Batch:
+    """Arrays of `Samples.batch` as tensors on this rank's device."""
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in batch.items()}

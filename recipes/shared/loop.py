@@ -1,82 +1,106 @@
 """The shared train loop: fetch, forward and backward, step, log, evaluate, checkpoint, leave.
 
-Called by recipes on every rank with a loss function and two token windows.
+Called by recipes on every rank with an objective and the samples of two splits.
 Must never branch on the stage, the offload or the recipe, and never let ranks disagree on what comes next.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recipes.shared import watch
+from recipes.shared.average import averaging
 from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.checkpoint.load import check_fixed_batch
 from recipes.shared.checkpoint.save import save
 from recipes.shared.data.order import sample_indices
-from recipes.shared.data.windows import TokenWindows
+from recipes.shared.data.samples import Samples
 from recipes.shared.distributed import say
 from recipes.shared.engine import plain_grad_norm
-from recipes.shared.evaluate import evaluate
+from recipes.shared.evaluate import evaluate, on_device
+from recipes.shared.losses import Batch, Objective
 from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.state import TrainState
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
-
-def train(state: TrainState, training: TokenWindows, validation: TokenWindows, loss_of: Loss, metrics: Metrics) -> None:
+def train(state: TrainState, training: Samples, validation: Samples, objective: Objective, metrics: Metrics) -> None:
     """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint."""
-    plan, engine = state.plan, state.engine
+    plan = state.plan
     stop = StopRequest(state)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
-    state.fixed_batch_loss = lambda: evaluate(state, validation, SAMPLES)
+    state.fixed_batch_loss = lambda: evaluate(state, validation, objective, SAMPLES)
     check_fixed_batch(state)
+    average = averaging(state.engine, plan.config.ema.decay)
     say(state.run, "training")
     metrics.start()
     stopping = False
     while state.step < plan.config.run.steps and not stopping:
-        losses = torch.zeros((), device=state.ranks.device)
-        micro_batches = step_batches(state, training)
-        lr = float(engine.optimizer.param_groups[0]["lr"])
-        grad_norm = None
-        watch.arm(plan.config.watch.stall_s)
-        for number, tokens in enumerate(micro_batches, 1):
-            watch.at("forward", state.step + 1)
-            loss = loss_of(engine, tokens)
-            watch.at("backward")
-            engine.backward(loss)
-            losses += loss.detach()
-            if number == len(micro_batches):
-                grad_norm = plain_grad_norm(engine)
-            watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
-            engine.step()
-        state.step += 1
+        loss, lr, grad_norm = take_step(state, training, objective)
+        if average is not None:
+            average.update()
 
         watch.at("loss over all ranks")
-        mean_loss, stopping, measure = stop.agree(losses / len(micro_batches))
+        mean_loss, stopping, measure = stop.agree(loss)
         last = stopping or state.step == plan.config.run.steps
         metrics.step(mean_loss, lr, grad_norm)
 
         if measure:
             record_compute_speed(state)
+        better = False
         if last or (evaluate_at and state.step % evaluate_at == 0):
-            metrics.evaluation(evaluate(state, validation))
-        if last or (checkpoint_at and state.step % checkpoint_at == 0):
+            better = judged(evaluate(state, validation, objective), state, metrics)
+            stopping = stopping or state.ended_early
+        last = last or stopping
+        if last or (checkpoint_at and state.step % checkpoint_at == 0) or (better and plan.config.checkpoint.best):
             metrics.flush()
             save(state, metrics.recorded(), wait=last)
             metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
-        metrics.evaluation(evaluate(state, validation))
+        judged(evaluate(state, validation, objective), state, metrics)
         metrics.flush()
         save(state, metrics.recorded())
 
 
-def step_batches(state: TrainState, training: TokenWindows) -> list[torch.Tensor]:
-    """This rank's micro-batches of the next optimizer step, each int64 [micro, length] on the device.
+def take_step(
+    state: TrainState, training: Samples, objective: Objective
+) -> tuple[torch.Tensor, float, torch.Tensor | None]:
+    """One optimizer step: (this rank's part of the mean loss, the learning rate, the norm if the engine has none)."""
+    engine, losses, grad_norm = state.engine, torch.zeros((), device=state.ranks.device), None
+    micro_batches = step_batches(state, training)
+    lr = float(engine.optimizer.param_groups[0]["lr"])
+    watch.arm(state.plan.config.watch.stall_s)
+    for number, (batch, share) in enumerate(micro_batches, 1):
+        watch.at("forward", state.step + 1)
+        loss = objective.loss(engine, batch) * share
+        watch.at("backward")
+        engine.backward(loss)
+        losses += loss.detach()
+        if number == len(micro_batches):
+            grad_norm = plain_grad_norm(engine)
+        watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
+        engine.step()
+    state.step += 1
+    return losses / len(micro_batches), lr, grad_norm
+
+
+def judged(loss: float | None, state: TrainState, metrics: Metrics) -> bool:
+    """Records an evaluation; whether it is the best so far. All ranks, with the loss that all agree on."""
+    metrics.evaluation(loss)
+    section = state.plan.config.eval
+    better = state.best.see(loss, state.step, section.min_delta)
+    state.ended_early = 0 < section.patience <= state.best.since and state.step < state.plan.config.run.steps
+    return better
+
+
+def step_batches(state: TrainState, training: Samples) -> list[tuple[Batch, float]]:
+    """This rank's micro-batches of the next optimizer step on the device, and what the mean of each counts.
+
+    The means of all micro-batches, each times its share, average to the mean over all samples of the step by weight,
+    as if they were one batch: weights are known on every rank, so nothing is sent for it. Equal weights: shares of 1.
 
     Sample j of the step goes to micro-batch j // (micro x world), rank j // micro % world: the set of samples of
     a step, and so its mean gradient, is the same for every world size.
@@ -85,8 +109,10 @@ def step_batches(state: TrainState, training: TokenWindows) -> list[torch.Tensor
     indices = sample_indices(
         state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size
     ).reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
+    weights = training.weights(indices.reshape(-1)).reshape(indices.shape).sum(axis=2)
+    shares = weights / (weights.sum() / weights.size)
     return [
-        torch.from_numpy(training.batch(indices[micro, ranks.rank])).to(ranks.device, non_blocking=True)
+        (on_device(training.batch(indices[micro, ranks.rank]), ranks.device), float(shares[micro, ranks.rank]))
         for micro in range(batch.gradient_accumulation_steps)
     ]
 

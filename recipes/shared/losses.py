@@ -1,4 +1,4 @@
-"""Loss functions that recipes hand to the shared loop.
+"""How a batch becomes a loss: objectives that recipes hand to the shared loop.
 
 Each takes the engine and a batch and returns a scalar to differentiate, or per-sample losses to average.
 Must never reduce over ranks: the loop does.
@@ -6,20 +6,38 @@ Must never reduce over ranks: the loop does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
-
-def causal_lm_loss(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats over `tokens` [batch, length]; scalar."""
-    loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
-    return loss
+Batch = dict[str, torch.Tensor]
+NO_LABEL = -100  # of tokens that are not to be predicted
 
 
-def causal_lm_sample_losses(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats of each sample of `tokens` [batch, length]; fp32 [batch]."""
-    logits = engine(input_ids=tokens).logits[:, :-1].float()
-    losses = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return losses.view(tokens.shape[0], -1).mean(dim=1)
+class Objective(Protocol):
+    """What is minimised. Every rank calls the same method at the same time: both run the model's forward once."""
+
+    def loss(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Mean over the batch, each sample by its weight; scalar."""
+
+    def sample_losses(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Mean of each sample alone; fp32 [n]."""
+
+
+class CausalLM:
+    """Next-token cross-entropy in nats over the tokens that have a label: `input_ids` and `labels`, [n, length]."""
+
+    def loss(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Mean over all labels of the batch; scalar."""
+        loss: torch.Tensor = engine(**batch).loss
+        return loss
+
+    def sample_losses(self, engine: Any, batch: Batch) -> torch.Tensor:
+        """Mean over the labels of each sample; fp32 [n]."""
+        labels = batch["labels"][:, 1:]
+        logits = engine(**{name: value for name, value in batch.items() if name != "labels"}).logits[:, :-1].float()
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL, reduction="none"
+        )
+        return losses.view(labels.shape).sum(dim=1) / (labels != NO_LABEL).sum(dim=1)

@@ -90,7 +90,9 @@ class Metrics:
             state.run.result,
             {
                 "steps": state.step,
-                "stopped": state.step < state.plan.config.run.steps,
+                "stopped": state.step < state.plan.config.run.steps and not state.ended_early,
+                "ended_early": state.ended_early,
+                "best": state.best.recorded(),
                 "final_train_loss": self.last.get("loss"),
                 "final_eval_loss": self.last.get("eval_loss"),
                 "unigram_entropy": unigram_entropy,

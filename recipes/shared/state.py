@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.plan import Plan
 from launcher.rundir import RunDir
+from recipes.shared.best import Best
 from recipes.shared.checkpoint.background import Writer
 from recipes.shared.distributed import Ranks
 
@@ -31,6 +32,10 @@ class TrainState:
     """Step of the newest committed checkpoint of this process, or the one it was restored from."""
     base: tuple[int, int] = (0, 0)
     """Step and samples seen when this process began: the global batch may have been another before."""
+    best: Best = field(default_factory=Best)
+    """The best evaluation so far."""
+    ended_early: bool = False
+    """Whether too many evaluations in a row were no better: the run ends at this step."""
     fixed_batch_loss: Callable[[], float | None] | None = None
     """Loss on a few fixed validation samples, the same for every layout; set by the loop. All ranks."""
     writer: Writer = field(default_factory=Writer)

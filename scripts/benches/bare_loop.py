@@ -48,7 +48,7 @@ def main(request_file: Path) -> None:
         start = step * batch.global_batch_size
         indices = sample_indices(plan.config.run.seed, len(training), start, batch.global_batch_size).reshape(shape)
         for micro in range(batch.gradient_accumulation_steps):
-            tokens = torch.from_numpy(training.batch(indices[micro, rank])).to(device, non_blocking=True)
+            tokens = torch.from_numpy(training.tokens(indices[micro, rank])).to(device, non_blocking=True)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()

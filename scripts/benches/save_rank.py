@@ -22,7 +22,7 @@ from recipes.shared.data.windows import TokenWindows
 from recipes.shared.distributed import barrier
 from recipes.shared.evaluate import evaluate
 from recipes.shared.loop import step_batches
-from recipes.shared.losses import causal_lm_loss
+from recipes.shared.losses import CausalLM
 from recipes.shared.state import TrainState
 
 WARM_STEPS = 2  # the first steps of a process allocate what later ones use again
@@ -86,8 +86,8 @@ class Saves:
     def step_s(self) -> float:
         """Takes one optimizer step. All ranks; the time is that of the slowest."""
         start = time.perf_counter()
-        for tokens in step_batches(self.state, self.training):
-            self.state.engine.backward(causal_lm_loss(self.state.engine, tokens))
+        for batch, share in step_batches(self.state, self.training):
+            self.state.engine.backward(CausalLM().loss(self.state.engine, batch) * share)
             self.state.engine.step()
         self.state.step += 1
         barrier()
@@ -96,7 +96,7 @@ class Saves:
     def fixed_loss(self) -> float | None:
         """What the train loop has every checkpoint record, timed."""
         start = time.perf_counter()
-        loss = evaluate(self.state, self.validation, SAMPLES)
+        loss = evaluate(self.state, self.validation, CausalLM(), SAMPLES)
         self.fixed_loss_s = time.perf_counter() - start
         return loss
 

@@ -111,11 +111,11 @@ def test_windows_do_not_overlap_and_the_rest_is_left_out(tmp_path: Path) -> None
     np.arange(23, dtype=np.uint16).tofile(path)
     windows = TokenWindows(path, 5)
     assert len(windows) == 4
-    batch = windows.batch(np.array([3, 0]))
+    batch = windows.tokens(np.array([3, 0]))
     assert batch.dtype == np.int64
     assert batch.tolist() == [[15, 16, 17, 18, 19], [0, 1, 2, 3, 4]]
-    assert TokenWindows(path, 5, start=20).batch(np.array([], dtype=np.int64)).shape == (0, 5)
-    assert TokenWindows(path, 4, start=3, num_tokens=8).batch(np.array([1])).tolist() == [[7, 8, 9, 10]]
+    assert TokenWindows(path, 5, start=20).tokens(np.array([], dtype=np.int64)).shape == (0, 5)
+    assert TokenWindows(path, 4, start=3, num_tokens=8).tokens(np.array([1])).tolist() == [[7, 8, 9, 10]]
 
 
 @pytest.mark.parametrize("index", [-1, 4])
@@ -123,7 +123,7 @@ def test_window_outside_the_corpus_is_refused(tmp_path: Path, index: int) -> Non
     path = tmp_path / "t.bin"
     np.arange(20, dtype=np.uint16).tofile(path)
     with pytest.raises(AssertionError, match="out of range"):
-        TokenWindows(path, 5).batch(np.array([index]))
+        TokenWindows(path, 5).tokens(np.array([index]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +164,7 @@ def test_meta_holds_the_counts_and_the_entropy_of_what_was_written(corpus: Path,
     assert (len(train), len(validation)) == (6 * 201 // 16, 2 * 201 // 16)
     share = [200 / 1206] * 6 + [6 / 1206]  # six letters and the form feeds between files
     assert math.isclose(meta.unigram_entropy, -sum(p * math.log(p) for p in share), rel_tol=1e-12)
-    assert np.array_equal(train.batch(np.arange(2)).ravel(), tokens[:32])
+    assert np.array_equal(train.tokens(np.arange(2)).ravel(), tokens[:32])
 
 
 def test_prepared_corpus_is_not_built_again(corpus: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def options(kind: str, **changes: Any) -> dict[str, Any]:
 def build(data: dict[str, Any], cache: Path, sequence_length: int = 1) -> tuple[DataMeta, np.ndarray, np.ndarray]:
     """(meta, training tokens, validation tokens) of a prepared corpus."""
     meta, train, validation = open_corpus(prepare(data, sequence_length, cache), sequence_length)
-    return meta, train.batch(np.arange(len(train))).ravel(), validation.batch(np.arange(len(validation))).ravel()
+    return meta, train.tokens(np.arange(len(train))).ravel(), validation.tokens(np.arange(len(validation))).ravel()
 
 
 def as_text(tokens: np.ndarray) -> str:

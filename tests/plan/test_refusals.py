@@ -50,7 +50,7 @@ def test_an_unknown_group_names_the_nearest_and_all_groups(cli: Cli) -> None:
 
 def test_an_unknown_option_names_the_nearest_and_its_section(cli: Cli) -> None:
     answer = cli("mode=plan", "checkpoint.evry=3")
-    here = "checkpoint.every, checkpoint.keep, checkpoint.background, checkpoint.keep_every"
+    here = "checkpoint.every, checkpoint.keep, checkpoint.background, checkpoint.keep_every, checkpoint.best"
     fix = f"did you mean checkpoint.every or checkpoint.keep_every or checkpoint.keep? options here: {here}"
     assert answer.code == 2
     assert answer.err == problem("checkpoint.evry", "checkpoint.evry=3", "there is no such option or group", fix)

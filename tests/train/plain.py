@@ -57,7 +57,7 @@ def plain_losses(run: Path) -> list[float]:
     found = []
     for step in range(1, config.run.steps + 1):
         indices = sample_indices(config.run.seed, len(training), (step - 1) * batch, batch)
-        tokens = torch.from_numpy(training.batch(indices))
+        tokens = torch.from_numpy(training.tokens(indices))
         for group in optimizer.param_groups:
             group["lr"] = scheduled_lr(plan, step)
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -29,7 +29,7 @@ run, folder = Path(sys.argv[1]), sys.argv[2]
 config = read_plan(run / "plan.json").config
 data = prepare(config.data, config.train.sequence_length, Path(config.data["cache_dir"]))
 validation = open_corpus(data, config.train.sequence_length)[2]
-tokens = torch.from_numpy(validation.batch(np.arange(config.eval.samples)))
+tokens = torch.from_numpy(validation.tokens(np.arange(config.eval.samples)))
 model = AutoModelForCausalLM.from_pretrained(folder)
 with torch.no_grad():
     loss = model.float()(input_ids=tokens, labels=tokens).loss.item()

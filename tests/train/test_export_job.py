@@ -29,7 +29,15 @@ from tests.train.test_parity import overrides
 
 def request(run: Path, target: Path, **changes: Any) -> dict[str, Any]:
     """What the launcher asks for: every tensor of the newest checkpoint in files of up to 60 kB."""
-    asked = {"run_dir": str(run), "step": None, "source": None, "model_config": None, "lora": "merged"}
+    asked = {
+        "run_dir": str(run),
+        "step": None,
+        "best": False,
+        "weights": "trained",
+        "source": None,
+        "model_config": None,
+        "lora": "merged",
+    }
     return asked | {"dtype": "fp32", "dir": str(target), "max_shard_bytes": 60_000, "verify": True} | changes
 
 

@@ -102,7 +102,7 @@ def validation_loss(run: Path, model: Any) -> float:
     """Mean loss over the samples that the run evaluated."""
     config = read_plan(RunDir(run).plan).config
     data = prepare(config.data, config.train.sequence_length, Path(config.data["cache_dir"]))
-    tokens = torch.from_numpy(open_corpus(data, config.train.sequence_length)[2].batch(np.arange(config.eval.samples)))
+    tokens = torch.from_numpy(open_corpus(data, config.train.sequence_length)[2].tokens(np.arange(config.eval.samples)))
     with torch.no_grad():
         return float(model.eval()(input_ids=tokens, labels=tokens).loss)
 

@@ -16,6 +16,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from torch import nn
 
 from launcher.errors import Problem, UserError
+from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.entries import Entry
 from recipes.shared.checkpoint.reader import OptimizerState, open_checkpoint, open_optimizer
 from recipes.shared.state import TrainState
@@ -34,7 +35,8 @@ def load(state: TrainState, folder: Path) -> None:
     _refuse_unsupported(engine, type(inner).__name__, folder)
     stored, optimizer = open_checkpoint(folder), open_optimizer(folder)
     masters = {entry.name: entry for entry in stored if entry.trainable}
-    moments = {key: {entry.name: entry for entry in entries} for key, entries in optimizer.moments.items()}
+    wanted = {key for key in optimizer.moments if key != AVERAGE or state.plan.config.ema.decay is not None}
+    moments = {key: {entry.name: entry for entry in optimizer.moments[key]} for key in sorted(wanted)}
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     if set(names.values()) != masters.keys():
         odd = sorted(set(names.values()) ^ masters.keys())

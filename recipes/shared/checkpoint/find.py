@@ -6,6 +6,7 @@ Must never return a checkpoint with a missing, short or changed file, and never 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,21 @@ from recipes.shared.checkpoint import manifest
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """{"checkpoint": folder, "manifest": its manifest} of request["run_dir"]; says on stderr what was passed over."""
-    folder = newest(RunDir(request["run_dir"]))
-    return {"checkpoint": str(folder), "manifest": manifest.read(folder)}
+    """{"checkpoint": folder, "manifest": its manifest, "checked_s": time to read every file of it}.
+
+    Of request["run_dir"]; says on stderr what was passed over, in whose time, too.
+    """
+    started = time.perf_counter()
+    folder = chosen(RunDir(request["run_dir"]), request["step"], request["best"])
+    took = time.perf_counter() - started
+    return {"checkpoint": str(folder), "manifest": manifest.read(folder), "checked_s": took}
+
+
+def chosen(run: RunDir, step: int | None, best: bool) -> Path:
+    """Folder of the whole checkpoint of `step`, of the `best` evaluation, or else the newest; raises UserError."""
+    if step is not None:
+        return whole(run.checkpoint(step))
+    return best_of(run) if best else newest(run)
 
 
 def newest(run: RunDir) -> Path:
@@ -35,6 +48,16 @@ def newest(run: RunDir) -> Path:
     if rejected:
         fix = "put back what is missing: this host must see the files of all ranks; or start a new run"
     raise UserError(Problem("run.dir", str(run.path), why, fix))
+
+
+def best_of(run: RunDir) -> Path:
+    """Folder of the best evaluation's checkpoint, as the newest one tells; raises UserError when it was not kept."""
+    folder = newest(run)
+    step = (manifest.read(folder) or {})["best"]["step"]
+    if step is None or not run.checkpoint(step).is_dir():
+        why = f"{folder.name} knows of no evaluation" if step is None else f"step {step} was the best, and was not kept"
+        raise UserError(Problem("export.best", "true", why, "train with checkpoint.best=true, or name export.step"))
+    return whole(run.checkpoint(step))
 
 
 def whole(folder: Path) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from launcher.errors import Problem, UserError
+from recipes.shared.best import Best
 from recipes.shared.checkpoint import elastic, manifest
 from recipes.shared.checkpoint.adam import replay_bias_correction
 from recipes.shared.checkpoint.fixed_batch import tolerance
@@ -63,6 +64,7 @@ def restore(state: TrainState) -> None:
     state.step = state.saved_step = int(saved["step"])
     state.base = (state.step, int(saved["samples_seen"]))
     state.tracker_run_id, state.tracked_as = saved["tracker_run_id"], saved["tracked_as"]
+    state.best = Best(**saved["best"])
 
 
 def check_fixed_batch(state: TrainState) -> None:

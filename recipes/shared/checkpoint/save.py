@@ -197,6 +197,7 @@ def _manifest(state: TrainState, recorded: dict[str, Any]) -> dict[str, Any]:
         "tracker_run_id": state.tracker_run_id,
         "tracked_as": state.tracked_as,
         "recorded": recorded,
+        "best": state.best.recorded(),
         "parameters": shapes,
         "trained": [group for group in group_names(plan, state.engine.module) if group],
     }
@@ -222,6 +223,9 @@ def _retain(state: TrainState, newest: Path) -> None:
     if keep == 0:
         return
     kept = {newest.name, Path(state.plan.resume_from).name if state.plan.resume_from else newest.name}
+    best = (manifest.read(newest) or {})["best"]["step"]  # as it was when that one was begun
+    if state.plan.config.checkpoint.best and best is not None:
+        kept.add(state.run.checkpoint(best).name)
     for_good = state.plan.config.checkpoint.keep_every
     older = [
         folder

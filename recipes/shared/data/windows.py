@@ -49,7 +49,16 @@ class TokenWindows:
         """Number of whole windows."""
         return self._num_windows
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def batch(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
+        """`input_ids` and `labels` of the windows `indices`, each int64 [n, sequence_length]."""
+        tokens = self.tokens(indices)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def weights(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Tokens that are predicted in each window: one less than it has; float64 [n]."""
+        return np.full(len(indices), max(1, self.sequence_length - 1), dtype=np.float64)
+
+    def tokens(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of the windows `indices` (int64 [n], each in [0, len)): int64 [n, sequence_length]."""
         # numpy would wrap a negative index round to the end of the corpus without a word
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < self._num_windows), "window out of range"
