@@ -29,7 +29,7 @@ from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.average import averaged
 from recipes.shared.checkpoint.entries import BUFFER, Checkpoint, Entry
 from recipes.shared.checkpoint.reader import open_checkpoint
-from recipes.shared.elements import FP16, FP16_MAX, OF_PLANS, Array, Element, is_floating
+from recipes.shared.elements import FP16_MAX, OF_PLANS, Array, Element, element, is_floating
 from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_reader import differing
@@ -49,7 +49,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     checkpoint = open_checkpoint(source.shards)
     if request["weights"] == AVERAGE:
         checkpoint = averaged(checkpoint, source.shards)
-    dtype = OF_PLANS[request["dtype"]]
+    dtype = element(OF_PLANS[request["dtype"]])
     items = [_item(entry, dtype) for entry in exported(checkpoint, source.adapter, request["lora"])]
     alone = request["lora"] == ADAPTER
     shards = layout(items, request["max_shard_bytes"])
@@ -130,7 +130,7 @@ def _item(entry: Entry | Merged, dtype: Element) -> Item:
 
 def _parts(entry: Entry | Merged, kept: bool, dtype: Element) -> Iterator[Array]:
     for part in entry.parts(PART_ELEMENTS):
-        if not kept and dtype == FP16 and bool((np.abs(part) > FP16_MAX).any()):
+        if not kept and dtype == np.float16 and bool((np.abs(part) > FP16_MAX).any()):
             why = f"{entry.name} has values beyond fp16's range, which would become infinite"
             raise UserError(Problem("export.dtype", "fp16", why, "use export.dtype=bf16 or fp32"))
         yield part

@@ -15,7 +15,7 @@ import numpy as np
 
 from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint.entries import Checkpoint, Entry
-from recipes.shared.elements import OF_TORCH, Array, as_torch
+from recipes.shared.elements import Array, as_torch
 
 ADAPTER, ADAPTER_CONFIG, MERGED = "adapter", "adapter_config.json", "merged"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -46,7 +46,7 @@ class Merged:
     scale: float
     transposed: bool
     name: str
-    dtype = OF_TORCH["float32"]
+    dtype = np.dtype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -17,52 +17,57 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Element = np.dtype[Any]
 
-BFLOAT16: Element = np.dtype(ml_dtypes.bfloat16)
-OF_TORCH: dict[str, Element] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
+BFLOAT16 = ml_dtypes.bfloat16
+NAMES = {
+    "float32": np.float32,
+    "float16": np.float16,
     "bfloat16": BFLOAT16,
-    "float64": np.dtype(np.float64),
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-    "int16": np.dtype(np.int16),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-    "bool": np.dtype(np.bool_),
-    "complex64": np.dtype(np.complex64),
-    "complex128": np.dtype(np.complex128),
+    "float64": np.float64,
+    "int64": np.int64,
+    "int32": np.int32,
+    "int16": np.int16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
 }
-OF_PLANS = {"fp32": OF_TORCH["float32"], "bf16": BFLOAT16, "fp16": OF_TORCH["float16"]}
+"""What torch calls a type, and NumPy too."""
+OF_PLANS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SAFETENSORS = {
-    OF_TORCH["float32"]: "F32",
-    OF_TORCH["float16"]: "F16",
-    BFLOAT16: "BF16",
-    OF_TORCH["float64"]: "F64",
-    OF_TORCH["int64"]: "I64",
-    OF_TORCH["int32"]: "I32",
-    OF_TORCH["int16"]: "I16",
-    OF_TORCH["int8"]: "I8",
-    OF_TORCH["uint8"]: "U8",
-    OF_TORCH["bool"]: "BOOL",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-"""Name in a file's header, by element type."""
-FP16 = OF_TORCH["float16"]
-FP16_MAX = float(np.finfo(np.float16).max)
+"""By the same name, what a file's header calls it."""
+FP16_MAX = 65504.0
 
 
-def is_floating(element: Element) -> bool:
+def element(name: str) -> Element:
+    """The type of a name of torch's."""
+    return np.dtype(NAMES[name])
+
+
+def is_floating(kind: Element) -> bool:
     """Whether it is a floating-point type; NumPy itself does not count bf16 among them."""
-    return element.kind == "f" or element == BFLOAT16
+    return kind.kind == "f" or kind == BFLOAT16
 
 
-def cast(array: Array, element: Element) -> Array:
+def cast(array: Array, wanted: Element) -> Array:
     """`array` in another element type, rounded to nearest even, as torch does: by way of fp32. Itself where it is."""
-    if array.dtype == element:
+    if array.dtype == wanted:
         return array
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are meant
-        if is_floating(array.dtype) and element in (BFLOAT16, FP16):
+        if is_floating(array.dtype) and wanted in (BFLOAT16, np.float16):
             array = array.astype(np.float32, copy=False)
-        return array.astype(element)
+        return array.astype(wanted)
 
 
 def as_torch(array: Array) -> torch.Tensor:

@@ -33,7 +33,7 @@ def differing(
     file: Any = safe_open(path, "np")
     stored = {name: file.get_slice(name) for name in file.offset_keys()}
     sizes = {item.name: item.nbytes for item in shard.items}
-    wanted = {item.name: (SAFETENSORS[item.dtype], item.shape) for item in shard.items}
+    wanted = {item.name: (SAFETENSORS[item.dtype.name], item.shape) for item in shard.items}
     found = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in stored.items()}
     odd = {name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)}
     if odd:

@@ -100,7 +100,7 @@ def _header(shard: Shard) -> tuple[bytes, dict[str, int]]:
     starts, offset = {}, 0
     for item in shard.items:
         entries[item.name] = {
-            "dtype": SAFETENSORS[item.dtype],
+            "dtype": SAFETENSORS[item.dtype.name],
             "shape": list(item.shape),
             "data_offsets": [offset, offset + item.nbytes],
         }

@@ -16,7 +16,7 @@ import torch
 
 from launcher.errors import UserError
 from recipes.shared.checkpoint import unpickle
-from recipes.shared.elements import BFLOAT16, FP16, OF_TORCH, Array, as_torch, cast, is_floating
+from recipes.shared.elements import NAMES, Array, as_torch, cast, element, is_floating
 
 SPREAD = 200_003  # bit patterns of fp32, spread over all of them; a prime, so that low bits vary
 DAMAGED = 300  # copies of a small file with a few bytes changed
@@ -39,15 +39,15 @@ def bits(array: Array) -> Array:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-@pytest.mark.parametrize(("element", "name"), [(BFLOAT16, "bfloat16"), (FP16, "float16")])
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16", "float64"])
-def test_a_cast_is_torchs_bit_for_bit(element: Any, name: str, source: str) -> None:
+def test_a_cast_is_torchs_bit_for_bit(name: str, source: str) -> None:
     """Of NaN, which torch gives other bits in vectors than in single elements, only that it stays NaN."""
     given = fp32_patterns() if source in ("float32", "float64") else np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # signalling NaN
-        given = given.astype(np.float64) if source == "float64" else given.view(OF_TORCH[source])
-    ours, theirs = cast(given, element), as_torch(given).to(getattr(torch, name))
-    assert ours.dtype == element and theirs.dtype == getattr(torch, name)
+        given = given.astype(np.float64) if source == "float64" else given.view(element(source))
+    ours, theirs = cast(given, element(name)), as_torch(given).to(getattr(torch, name))
+    assert ours.dtype == element(name) and theirs.dtype == getattr(torch, name)
     wide, nan = ours.astype(np.float32), torch.isnan(theirs).numpy()
     assert (np.isnan(wide) == nan).all() and nan.any()
     their_bits = theirs.view(torch.int16).numpy().view(np.uint16)
@@ -57,17 +57,17 @@ def test_a_cast_is_torchs_bit_for_bit(element: Any, name: str, source: str) -> N
 
 def test_16_bit_becomes_fp32_exactly() -> None:
     for source in ("bfloat16", "float16"):
-        given = np.arange(2**16, dtype=np.uint16).view(OF_TORCH[source])
+        given = np.arange(2**16, dtype=np.uint16).view(element(source))
         theirs = as_torch(given).float().numpy()
         nan = np.isnan(theirs)
-        assert (bits(cast(given, OF_TORCH["float32"]))[~nan] == bits(theirs)[~nan]).all()
+        assert (bits(cast(given, element("float32")))[~nan] == bits(theirs)[~nan]).all()
 
 
 def tensors() -> dict[str, Any]:
     """What DeepSpeed and its users save: every element type, views, shared storages, parameters, nothing at all."""
     torch.manual_seed(0)
     base = torch.randn(6, 4)
-    every = {name: (torch.randn(3, 5) * 9).to(getattr(torch, name)) for name in OF_TORCH}
+    every = {name: (torch.randn(3, 5) * 9).to(getattr(torch, name)) for name in NAMES}
     odd = {
         "transposed": base.T,
         "column": base[:, 1],

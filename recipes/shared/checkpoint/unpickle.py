@@ -19,7 +19,7 @@ import numpy as np
 
 from launcher.errors import Problem, UserError
 from recipes.shared.checkpoint.container import Container
-from recipes.shared.elements import OF_TORCH, Array, Element
+from recipes.shared.elements import Array, Element, element
 
 
 class Stub:
@@ -119,8 +119,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, reference: Any) -> _Storage:
         _, kind, key, _, count = reference
-        element = OF_TORCH[kind]
-        return _Storage(self.container.storage(key, count * element.itemsize), element)
+        stored = element(kind)
+        return _Storage(self.container.storage(key, count * stored.itemsize), stored)
 
 
 def load(path: Path) -> Any:
