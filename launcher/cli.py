@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher import compose, env, export, help, provenance, render, run
+from launcher.audit.scan import scan
 from launcher.cluster.value import resolve
 from launcher.command import ROOT
 from launcher.conversion import conversion, saved_layout, wanted_layout
@@ -105,6 +106,10 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
     if cfg.get("mode") == "explain":
         render.explanation(describe(cfg.get("key"), _known(_new(cfg, overrides, trial))))
         return run.Outcome(EXIT_OK, None, overrides)
+    if cfg.get("mode") == "audit":
+        files, found = scan(cfg.audit.path, cfg.audit.format)
+        render.suspicions(files, found, str(cfg.audit.format))
+        return run.Outcome(EXIT_REQUEST if found else EXIT_OK, None, overrides)
     if cfg.get("key") is not None:
         fix = "add mode=explain, or leave key out"
         raise UserError(Problem("key", str(cfg.key), f"mode={cfg.mode} does not read it", fix))
@@ -190,8 +195,9 @@ def _exported(cfg: DictConfig, overrides: list[str]) -> run.Outcome:
 
 def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:
     """The request of an existing run that goes on with this command line's changes."""
-    stored = compose.to_run_config(compose.recompose(old, [], "pretrain")[0])
-    composed, request, choices = compose.recompose(old, overrides, stored.recipe.name)
+    ran = read_plan(old.plan).config.recipe.name
+    stored = compose.to_run_config(compose.recompose(old, [], ran)[0])
+    composed, request, choices = compose.recompose(old, overrides, ran)
     config = _changed(cfg, composed)
     raise_if(changed_options(stored, config))
     before = read_plan(old.plan)

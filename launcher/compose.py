@@ -23,8 +23,11 @@ from launcher.model_source import complete_model
 from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
-FREE_MAPS = ("deepspeed", "model.config", "cluster.env")
-PATH_KEYS_DATA = ("files", "validation_files", "train", "validation", "tokenizer", "cache_dir", "data_files")
+FREE_MAPS = ("deepspeed", "model.config", "data.config", "cluster.env")
+PATH_KEYS_DATA = (
+    *("files", "validation_files", "train", "validation", "data_files"),
+    *("tokenizer", "chat_template", "cache_dir"),
+)
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -94,7 +97,7 @@ def recompose(
     result = _plain(stored)
     _apply_difference(result, _plain(before), _plain(after))
     result["deepspeed"].pop("file", None)  # what it held was stored with the rest
-    result["recipe"] = {"name": recipe}
+    result["recipe"] = {"target": None} | result["recipe"] | {"name": recipe}
     result["run"]["dir"] = str(run.path)
     return OmegaConf.create(result), combined, choices
 
@@ -161,7 +164,7 @@ def _absolute_paths(config: RunConfig) -> None:
     """Relative paths mean the folder the command was typed in; workers may run elsewhere."""
     config.run.root = _absolute(config.run.root)
     for section, names in (
-        (config.run, ("dir",)),
+        (config.run, ("dir", "source")),
         (config.model, ("path", "init_from")),
         (config.cluster, ("hostfile",)),
         (config.export, ("dir", "source")),

@@ -22,6 +22,7 @@ ZeroLaunch: compose, judge, plan and start DeepSpeed runs.
   --multirun zero=stage1,stage2  sweeps comma-separated values, each trial in fresh processes
   recipe=resume run.dir=runs/X   continues run X; recipe=export run.dir=runs/X writes safetensors
   mode=explain key=zero          says what a group, an option or a DeepSpeed key means and costs, and who decided it
+  mode=audit audit.path=model.py reads sources for what partitioned parameters do not bear; exit 2 when it finds any
   +deepspeed.KEY=VALUE           any raw DeepSpeed key; deepspeed.file=PATH takes a JSON of them beneath the groups
   --cfg job                      prints the composed configuration with every default"""
 

@@ -19,7 +19,12 @@ NOT_SHAPE = ("architectures", "dtype", "torch_dtype", "transformers_version", "u
 
 
 def complete_model(model: ModelSection) -> None:
-    """Fills `model.config` from `model.path`, or from `model.init_from` where neither gives one; raises UserError."""
+    """Fills `model.config` from `model.path`, or from `model.init_from` where neither gives one; raises UserError.
+
+    A module of the user's own has no configuration but its arguments.
+    """
+    if model.target is not None:
+        return
     origin = model.path or (None if model.config.get("model_type") else model.init_from)
     if origin is not None:
         where = "model.path" if model.path else "model.init_from"

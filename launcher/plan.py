@@ -22,6 +22,7 @@ from launcher.ds_check import check, missing
 from launcher.ds_schema import version_problem
 from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
+from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
@@ -146,7 +147,8 @@ def build_plan(
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
     cluster, batch, deepspeed = _judged(config)
-    parameters = shapes.count_parameters(config.model.config) or measured_parameters
+    known = shapes.count_parameters(config.model.config) if config.model.target is None else None
+    parameters = known or measured_parameters
     return Plan(
         version=VERSION,
         config=config,
@@ -162,6 +164,7 @@ def build_plan(
 def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
     problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
+    problems += missing_code(config)
     unfit = check(config.deepspeed, ds_config.SOLVED, ds_config.BATCH_KEYS)
     problems += unfit
     cluster: Cluster | None = None

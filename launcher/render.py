@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.audit.scan import Finding as Suspicion
 from launcher.cluster.preflight import FAIL, OK, Finding, failed
 from launcher.command import deepspeed_command
 from launcher.ds_config import precision, zero_stage
@@ -94,6 +95,16 @@ def plan(value: Plan, run: RunDir, form: str, sources: Mapping[str, str], replac
     console.print("[bold]command[/bold]")
     print("  " + shlex.join(_command(value, run)))
     print(f"fingerprint {value.fingerprint[:16]}; nothing was started or written")
+
+
+def suspicions(files: int, found: Sequence[Suspicion], form: str) -> None:
+    """`mode=audit`: one JSON object, or two lines for each suspicious one, as editors and other linters have them."""
+    if form == "json":
+        text(json.dumps({"files": files, "findings": [dataclasses.asdict(hit) for hit in found]}))
+        return
+    for hit in found:
+        text(f"{hit.file}:{hit.line}: {hit.kind}: {hit.what}: {hit.why}\n    fix: {hit.fix}")
+    text(f"{files} file(s) read, {len(found)} suspicious line(s)")
 
 
 def check(value: Plan, findings: list[Finding], measured: dict[str, Any] | None) -> None:
@@ -255,11 +266,12 @@ def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure |
             lines = failure.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             print("".join(f"  | {line}\n" for line in lines), end="", file=sys.stderr)
         print(f"log: {failure.log}", file=sys.stderr)
+    if summary.get("audit_findings"):
+        print(f"audit:     {summary['audit_findings']} finding(s) about partitioned parameters: {run.audit}")
     if summary.get("final_eval_loss") is not None:
-        print(
-            f"final validation loss {summary['final_eval_loss']:.4f} nats/token "
-            f"(unigram entropy of the corpus {summary['unigram_entropy']:.4f})"
-        )
+        entropy = summary["unigram_entropy"]
+        beside = "" if entropy is None else f" nats/token (unigram entropy of the corpus {entropy:.4f})"
+        print(f"final validation loss {summary['final_eval_loss']:.4f}{beside}")
     if summary.get("tracker_sync"):
         print(f"sync W&B:  {summary['tracker_sync']}")
     if summary.get("checkpoint"):

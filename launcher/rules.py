@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher import (
+    rules_audit,
+    rules_finetune,
     rules_keep,
     rules_model,
     rules_optimizer,
@@ -39,6 +41,7 @@ def judge(config: RunConfig, cluster: Cluster, deepspeed: dict[str, Any]) -> lis
 RULES: tuple[Rule, ...] = (
     rules_request.mode_is_known,
     rules_request.recipe_is_known,
+    rules_request.recipe_target_is_that_of_a_custom_recipe,
     rules_request.launcher_is_known,
     rules_request.launcher_needs_hosts,
     rules_request.launcher_can_place_the_ranks,
@@ -54,8 +57,14 @@ RULES: tuple[Rule, ...] = (
     rules_request.export_is_sound,
     rules_model.sequence_fits_the_model,
     rules_model.model_shape_is_sound,
+    rules_model.own_module_has_no_hugging_face_options,
     rules_model.ranks_are_data_parallel,
     rules_model.unreached_parts_are_not_asked_for,
+    rules_finetune.finetuning_begins_with_weights,
+    rules_finetune.conversations_are_finetuned,
+    rules_finetune.finetuned_models_go_on_in_one_sequence,
+    rules_finetune.packs_are_kept_apart,
+    rules_finetune.generation_needs_prompts,
     rules_keep.ema_decay_is_a_fraction,
     rules_keep.ema_needs_masters_in_memory,
     rules_keep.best_needs_evaluations,
@@ -65,6 +74,10 @@ RULES: tuple[Rule, ...] = (
     rules_peft.peft_is_known,
     rules_peft.peft_options_need_lora,
     rules_peft.lora_is_sound,
+    rules_audit.audit_is_known,
+    rules_audit.audit_watches_steps,
+    rules_audit.strict_audit_needs_stage3,
+    rules_audit.audit_path_needs_its_mode,
     rules_zero.stage_is_known,
     rules_zero.offload_optimizer_needs_a_stage,
     rules_zero.offload_param_needs_stage3,

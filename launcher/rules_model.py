@@ -44,14 +44,21 @@ PARALLEL: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def sequence_fits_the_model(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
-    limit = config.model.config.get("max_position_embeddings", config.model.config.get("n_positions"))
-    if not isinstance(limit, int) or config.train.sequence_length <= limit:
+    """An encoder-decoder reads half of a sequence and writes the rest; T5 counts distances, its n_positions is idle."""
+    fields = config.model.config
+    limit = fields.get(
+        "max_position_embeddings", None if "t5" in str(fields.get("model_type")) else fields.get("n_positions")
+    )
+    if not isinstance(limit, int):
+        return None
+    longest = 2 * limit if fields.get("is_encoder_decoder") else limit
+    if config.train.sequence_length <= longest:
         return None
     return Problem(
         "train.sequence_length",
         str(config.train.sequence_length),
         f"the model has {limit} positions",
-        f"use {limit} or fewer, or another model",
+        f"use {longest} or fewer, or another model",
     )
 
 
@@ -80,6 +87,19 @@ def model_shape_is_sound(config: RunConfig, cluster: Cluster, ds: dict[str, Any]
         why = f"the {heads} query heads are no multiple of it"
         problems.append(Problem(where, str(groups), why, f"use {where}={nearest}"))
     return problems
+
+
+def own_module_has_no_hugging_face_options(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:
+    """A module of the user's own is built from `model.config` alone."""
+    if config.model.target is None:
+        return []
+    return [
+        Problem(
+            f"model.{name}", str(value), "model.target names your own module, which does not read it", "leave it out"
+        )
+        for name, value in (("path", config.model.path), ("attn_implementation", config.model.attn_implementation))
+        if value is not None
+    ]
 
 
 def ranks_are_data_parallel(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> list[Problem]:

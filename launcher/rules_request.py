@@ -17,8 +17,8 @@ from launcher.env import SECRET
 from launcher.errors import Problem
 from launcher.schema import ExportSection, RunConfig
 
-MODES = ("train", "plan", "check", "explain")
-RECIPES = ("pretrain", "resume", "export")
+MODES = ("train", "plan", "check", "explain", "audit")
+RECIPES = ("pretrain", "finetune", "custom", "resume", "export")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 
 
@@ -32,6 +32,16 @@ def recipe_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> 
     if config.recipe.name in RECIPES:
         return None
     return Problem("recipe.name", config.recipe.name, "not a recipe", f"use recipe={' or recipe='.join(RECIPES)}")
+
+
+def recipe_target_is_that_of_a_custom_recipe(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    target = config.recipe.target
+    if (config.recipe.name == "custom") == (target is not None):
+        return None
+    if target is None:
+        return Problem("recipe.target", "null", "recipe=custom calls it", "add recipe.target=MODULE.NAME")
+    why = f"recipe={config.recipe.name} does not read it"
+    return Problem("recipe.target", target, why, "add recipe=custom, or leave it out")
 
 
 def launcher_is_known(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:

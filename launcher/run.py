@@ -160,10 +160,12 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     return variables | {name: str(value) for name, value in config.cluster.env.items()}
 
 
-def measured_parameters(config: RunConfig) -> int:
-    """Parameter count of a model family that is not known by formula: built on the meta device, cached."""
-    answer = ask_worker("profile", {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")})
-    return int(answer["parameters"])
+def measured_parameters(config: RunConfig) -> int | None:
+    """Parameter count of a model that is not known by formula: built on the meta device, where it can be."""
+    request = {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")}
+    own = {"target": config.model.target, "source": config.run.source}
+    found: int | None = ask_worker("profile", request | own)["parameters"]
+    return found
 
 
 def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -230,14 +232,17 @@ def _refuse_existing(run: RunDir) -> None:
 def _prepare_data(plan: Plan) -> None:
     """Tokenises the corpus into the cache and checks it against the model, before anything is created."""
     render.note("preparing data")
-    answer = ask_worker("prepare", {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length})
+    request = {"data": plan.config.data, "sequence_length": plan.config.train.sequence_length}
+    answer = ask_worker("prepare", request | {"source": plan.config.run.source})
+    render.notes(answer["notes"])
     model_vocabulary = plan.config.model.config.get("vocab_size")
-    if isinstance(model_vocabulary, int) and answer["vocab_size"] > model_vocabulary:
+    if isinstance(model_vocabulary, int) and (answer["vocab_size"] or 0) > model_vocabulary:
+        whose = f"the tokenizer in {answer['tokenizer']}" if answer["tokenizer"] else "the corpus"
         raise UserError(
             Problem(
                 "model.config.vocab_size",
                 str(model_vocabulary),
-                f"the corpus has ids up to {answer['vocab_size'] - 1}",
+                f"{whose} has ids up to {answer['vocab_size'] - 1}",
                 f"use model.config.vocab_size={answer['vocab_size']} or more, or another tokenizer",
             )
         )
@@ -269,11 +274,13 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
         for path in (run.plan, run.config, run.overrides, run.ds_config, run.provenance):
             if path.exists():  # they stay until they are replaced: killed in between, this is still a run
                 shutil.copyfile(path, kept / path.name)
-        for path in (run.effective, run.summary):
+        for path in (run.effective, run.audit, run.summary):
             if path.exists():
                 os.replace(path, kept / path.name)
         run.reset_control()
-        _drop_later_metrics(run, Path(plan.resume_from).name, kept)
+        step = int(Path(plan.resume_from).name.removeprefix(STEP_PREFIX))
+        for path in (run.metrics, run.generations):
+            _drop_later_records(path, step, kept)
     write_text(run.config, compose.composed_yaml(plan.config))
     write_text(run.overrides, "".join(f"{text}\n" for text in overrides))
     write_json(run.ds_config, plan.deepspeed)
@@ -284,16 +291,15 @@ def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: di
     return attempt
 
 
-def _drop_later_metrics(run: RunDir, checkpoint: str, kept: Path) -> None:
-    """Moves the records of steps after the checkpoint out of metrics.jsonl: they will be made again."""
-    if not run.metrics.exists():
+def _drop_later_records(path: Path, step: int, kept: Path) -> None:
+    """Moves the records of steps after the checkpoint's out of a file of the run: they will be made again."""
+    if not path.exists():
         return
-    step = int(checkpoint.removeprefix(STEP_PREFIX))
-    lines = [line for line in run.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     later = [line for line in lines if json.loads(line)["step"] > step]
     if later:
-        write_text(kept / "metrics_dropped.jsonl", "\n".join(later) + "\n")
-    write_text(run.metrics, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+        write_text(kept / f"{path.stem}_dropped.jsonl", "\n".join(later) + "\n")
+    write_text(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:
@@ -405,7 +411,7 @@ def _secrets_on_hosts(run: RunDir, plan: Plan) -> Iterator[None]:
 def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None, list[Finding]]:
     """All ranks in a collective, and every two hosts with each other, in a folder that is removed again."""
     folder = RunDir(existing_parent(run.path) / f".zerolaunch-check-{uuid.uuid4().hex[:12]}")
-    config = dataclasses.replace(plan.config, recipe=RecipeSection("check"))
+    config = dataclasses.replace(plan.config, recipe=RecipeSection("check", None))
     plan = dataclasses.replace(plan, config=config)
     folder.create()
     try:
@@ -476,6 +482,7 @@ def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dic
         "attempt": attempt,
         "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
         **result,
+        "audit_findings": None if (audit := read_json(run.audit)) is None else len(audit["findings"]),
         "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
         "failure": None
         if failure is None

@@ -21,6 +21,8 @@ class RunSection:
     """The run's folder; null: `root`/`name`. Must not hold a run already."""
     root: str
     """Folder in which runs get their own folder."""
+    source: str | None
+    """Folder from which model.target, data.target and recipe.target are imported; null: from what is installed."""
     steps: int
     """Optimizer steps of the whole run (a resumed run counts the steps done before)."""
     seed: int
@@ -47,6 +49,10 @@ class EvalSection:
     """Optimizer steps between evaluations; 0: only at the end."""
     samples: int
     """Held-out samples per evaluation (fewer when the validation split is smaller); 0: none."""
+    generate: int
+    """Held-out conversations whose prompts are answered at each evaluation, in generations.jsonl; 0: none."""
+    max_new_tokens: int
+    """Longest of those answers, in tokens."""
     patience: int
     """Evaluations in a row that are no better than the best one, after which the run ends; 0: it never does."""
     min_delta: float
@@ -63,14 +69,18 @@ class EmaSection:
 class ModelSection:
     name: str
     """Label shown in plans and run names."""
+    target: str | None
+    """MODULE.NAME of your own torch module, of which `config` are the keyword arguments; null: a Hugging Face model."""
     path: str | None
     """Local Hugging Face folder (or config.json) whose configuration is used."""
     init_from: str | None
     """Weights to begin with: a Hugging Face folder (safetensors), or a run or checkpoint; null: drawn from run.seed."""
     config: dict[str, Any]
-    """Hugging Face configuration fields; with `path`, fields that replace those of the file."""
+    """Hugging Face configuration fields (with `path`, those that replace the file's); of a `target`, its arguments."""
     attn_implementation: str | None
     """Attention kernel: sdpa, eager, flash_attention_2; null: the library's choice."""
+    leaf_modules: list[str]
+    """Classes of modules of which ranks may use different parts, beside mixtures of experts, which are found."""
 
 
 @dataclass
@@ -168,6 +178,18 @@ class WatchSection:
 
 
 @dataclass
+class AuditSection:
+    mode: str
+    """At stage 3, what becomes of misused partitioned parameters: off, warn (reported) or strict (the run ends)."""
+    steps: int
+    """Optimizer steps that are watched, from the model's construction on; nothing is afterwards."""
+    path: str | None
+    """File or folder of Python sources that mode=audit reads; null in the other modes."""
+    format: str
+    """text or json: how `mode=audit` prints."""
+
+
+@dataclass
 class CheckpointSection:
     every: int
     """Optimizer steps between checkpoints; 0: only at the end."""
@@ -228,13 +250,15 @@ class PlanSection:
 @dataclass
 class RecipeSection:
     name: str
-    """The job: pretrain, resume or export."""
+    """The job: pretrain, finetune, custom, resume or export."""
+    target: str | None
+    """MODULE.NAME of your own recipe, a function of a plan and its run folder; with recipe=custom."""
 
 
 @dataclass
 class RunConfig:
     mode: str
-    """train (start it), plan (print it, start and write nothing), check (look at every host) or explain (`key`)."""
+    """train (start it), plan (print it), check (look at every host), explain (`key`) or audit (read sources)."""
     key: str | None
     """What mode=explain explains: an option, a group or a DeepSpeed key; null in the other modes."""
     recipe: RecipeSection
@@ -252,6 +276,7 @@ class RunConfig:
     launch: LaunchSection
     check: CheckSection
     watch: WatchSection
+    audit: AuditSection
     checkpoint: CheckpointSection
     tracker: TrackerSection
     export: ExportSection

@@ -17,14 +17,15 @@ import torch
 from launcher.errors import EXIT_TRAINING, Problem, UserError
 from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
-from recipes.shared.adapter import ADAPTER_CONFIG
+from recipes.shared.adapter_export import ADAPTER_CONFIG
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
-from recipes.shared.data.build import prepare
-from recipes.shared.data.corpus import open_corpus
+from recipes.shared.data.splits import open_splits
 from recipes.shared.evaluate import on_device
-from recipes.shared.hf_config import DTYPES
+from recipes.shared.hf_config import DTYPES, make_config, model_class
 from recipes.shared.hf_files import CONFIG
-from recipes.shared.losses import CausalLM
+from recipes.shared.losses import objective_of
+from recipes.shared.own_code import make_model
+from recipes.shared.pretrained import load_whole
 
 ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few samples pass through
 
@@ -59,27 +60,33 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     return {"loss": found}
 
 
+def _loaded(plan: Plan, folder: Path, dtype: str) -> Any:
+    """The model in `folder`: by Hugging Face, or a module of the user's own, made and filled with its tensors."""
+    section = plan.config.model
+    if section.target is not None:
+        model = make_model(section.target, plan.config.run.source, section.config)
+        load_whole(model, folder)
+        return model
+    family = model_class(make_config(section.config))
+    return family.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+
+
 def _loss(plan: Plan, folder: Path, base: Path | None, dtype: str) -> float:
-    """Mean loss in nats/token over the first SAMPLES validation samples."""
-    from transformers import AutoModelForCausalLM
+    """Mean loss in nats/token over the first SAMPLES validation samples, each by its weight."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    data, length = plan.config.data, plan.config.train.sequence_length
-    validation = open_corpus(prepare(data, length, Path(data["cache_dir"])), length)[2]
+    validation, objective = open_splits(plan).validation, objective_of(plan)
     count = min(plan.config.eval.samples, len(validation), SAMPLES)
-    weights = base or folder
-    model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=DTYPES[dtype], local_files_only=True)
+    model = _loaded(plan, base or folder, dtype)
     if base is not None:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, folder)
     model.eval()
+    numbers, losses = np.arange(count), []
     with torch.no_grad():
-        losses = [
-            float(
-                CausalLM().sample_losses(model, on_device(validation.batch(np.array([number])), model.device)).double()
-            )
-            for number in range(count)
-        ]
-    return sum(losses) / count
+        for number in numbers:
+            batch = on_device(validation.batch(numbers[number : number + 1]), torch.device("cpu"))
+            losses.append(float(objective.sample_losses(model, batch).double()))
+    return float(np.average(losses, weights=validation.weights(numbers)))

@@ -7,14 +7,12 @@ Must never put anything under the target's name, or replace what is there.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +20,24 @@ import numpy as np
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan, read_plan
-from launcher.rundir import RunDir, existing_parent, read_json, write_json
-from recipes.shared.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
+from launcher.rundir import RunDir, existing_parent, write_json
+from recipes.shared.adapter_export import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.average import averaged
 from recipes.shared.checkpoint.entries import BUFFER, Checkpoint, Entry
 from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.elements import FP16_MAX, OF_PLANS, Array, Element, element, is_floating
-from recipes.shared.hf_files import CONFIG, GENERATION, copy_tokenizer, described_in, write_model_config
+from recipes.shared.hf_files import CONFIG, GENERATION, TEMPLATE, copy_tokenizer, described_in, write_model_config
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_reader import differing
 from recipes.shared.safetensors_writer import Item, Shard, layout, write_index, write_shard
+from recipes.shared.staging import PROGRESS, continued, note, staging_of
 
 PART_ELEMENTS = 2**18  # 1 MiB of fp32 stays in a core's cache while it is cast, summed and written; 32 MiB took 4 times
 THREADS = 8  # within a file
 FILES = 2  # at a time: while one is synced and read back, the next is written
-PROGRESS, LOCK = "progress.json", "lock"
+OWN_MODEL = "model.json"  # the target and keyword arguments of a module of the user's own
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
@@ -56,8 +55,8 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     if alone:
         shards = [_only(shards, request["max_shard_bytes"])]
     wanted = _identity(source.shards, request)
-    with _staging(target) as staging:
-        done = _continued(staging, wanted)
+    with staging_of(target) as staging:
+        done = continued(staging, wanted)
         _refuse_small_disk(target, shards, done)
         copy_s = _write(shards, staging, done, wanted, request["verify"])
         _write_model_files(source, request["dtype"], staging, alone)
@@ -66,7 +65,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
             "dtype": request["dtype"],
             "tensors": sum(len(shard.items) for shard in shards),
             "bytes": sum(item.nbytes for shard in shards for item in shard.items),
-            "described": alone or source.described is not None,
+            "described": alone or source.described is not None or source.own is not None,
             "verified": {"tensors": bool(request["verify"])},
         }
         provenance = _provenance(source.shards, checkpoint, staging, done) | {"weights": request["weights"]}
@@ -93,7 +92,8 @@ def refuse_existing(target: Path) -> None:
 
 
 class _Source:
-    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, and its adapter."""
+    """Shards to read, what describes the model to Hugging Face, where its tokenizer lies, its adapter, how a module of
+    the user's own was made, and the chat template it was trained with where that is not the tokenizer's own."""
 
     def __init__(
         self,
@@ -101,8 +101,11 @@ class _Source:
         described: dict[str, Any] | None,
         tokenizer: Path | None,
         adapter: dict[str, Any] | None = None,
+        own: dict[str, Any] | None = None,
+        template: str | None = None,
     ) -> None:
         self.shards, self.described, self.tokenizer, self.adapter = shards, described, tokenizer, adapter
+        self.own, self.template = own, template
 
 
 def _source(request: dict[str, Any]) -> _Source:
@@ -119,7 +122,9 @@ def _source(request: dict[str, Any]) -> _Source:
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}
-    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"))
+    target, template = saved.get("model_target"), plan.config.data.get("chat_template")
+    own = None if target is None else {"target": target, "config": saved["model_config"]}
+    return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), own, template)
 
 
 def _item(entry: Entry | Merged, dtype: Element) -> Item:
@@ -136,40 +141,12 @@ def _parts(entry: Entry | Merged, kept: bool, dtype: Element) -> Iterator[Array]
         yield part
 
 
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """The temporary folder of this target, for one process at a time; an interrupted export's is taken up again."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.exporting")
-    staging.mkdir(exist_ok=True)
-    with (staging / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = "another export is writing it at this moment"
-            raise UserError(Problem("export.dir", str(target), why, "wait, or add export.dir=ANOTHER_FOLDER")) from None
-        yield staging
-        (staging / LOCK).unlink()
-
-
 def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
     """What an export that was cut off must have been made from to be continued."""
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(shards.glob("*.pt"))}
     return {"checkpoint": str(shards), "files": files} | {
         key: request[key] for key in ("dtype", "lora", "max_shard_bytes", "weights")
     }
-
-
-def _continued(staging: Path, wanted: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """{file: checksums of its tensors} of what an earlier attempt at the same finished; anything else is removed."""
-    progress = read_json(staging / PROGRESS) or {}
-    done = progress["done"] if progress.get("made_from") == wanted else {}
-    done = {file: digests for file, digests in done.items() if (staging / file).is_file()}
-    for path in staging.iterdir():
-        if path.name not in (LOCK, *done):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
-    return done
 
 
 def _refuse_small_disk(target: Path, shards: list[Shard], done: dict[str, Any]) -> None:
@@ -197,7 +174,7 @@ def _write(
             with lock:
                 copied.append(time.perf_counter())
                 done[shard.file] = digests
-                write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
+                note(staging, wanted, done)
         return differing(shard, staging, done[shard.file], _threads(), progress.advance) if verify else set()
 
     total = sum(sizes[file] for file in missing) + (sum(sizes.values()) if verify else 0)
@@ -226,11 +203,16 @@ def _differs(staging: Path, shard: Shard, names: set[str]) -> UserError:
 
 
 def _write_model_files(source: _Source, dtype: str, staging: Path, alone: bool) -> None:
-    """Config, generation config and tokenizer, where they are known; of an adapter `alone`, its own config."""
+    """Config, generation config and tokenizer, where they are known; of an adapter `alone`, or a module of the user's
+    own, what made it."""
+    if source.template is not None:
+        shutil.copy2(source.template, staging / TEMPLATE)  # what is there is not replaced by the tokenizer's
     if source.tokenizer is not None and source.tokenizer.is_dir():
         copy_tokenizer(source.tokenizer, staging)
     if alone and source.adapter is not None:
         write_json(staging / ADAPTER_CONFIG, source.adapter["config"])
+    elif source.own is not None:
+        write_json(staging / OWN_MODEL, source.own)
     elif source.described is not None:
         write_model_config(source.described, dtype, staging)
 

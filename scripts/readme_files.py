@@ -20,6 +20,7 @@ OTHERS = {
     "scripts/test": "set-up, then ruff, mypy and pytest; .ci/run calls it",
     "scripts/setup.sh": "makes .venv, installs pinned dependencies, compiles operators once",
     "scripts/lock": "regenerates constraints.txt",
+    "scripts/make_tiny_chat": "makes a tiny tokenizer, base model and instruction set: `scripts/make_tiny_chat FOLDER`",
     "scripts/bench": "the benches behind docs/numbers.md: `scripts/bench NAME`",
     "scripts/testcluster": "makes SSH hosts in network namespaces on this machine",
     "tests/plan/": "the control plane, without torch in the process",

@@ -74,7 +74,7 @@ def request(plan: Plan, host: Host, run: RunDir, token_file: Path, address: str 
         if block.get("device") == "nvme":
             writes.add(str(block["nvme_path"]))
     folders = {path: {"write": True} for path in sorted(writes)}
-    files = [plan.config.model.path] if plan.config.model.path else []
+    files = [path for path in (plan.config.model.path, plan.config.run.source) if path]
     files += [plan.resume_from] if plan.resume_from else []
     return {
         "root": str(ROOT),

@@ -14,6 +14,7 @@ from deepspeed.utils import groups
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from launcher.rundir import RunDir, write_json
+from recipes.shared.leaf_modules import leaf_classes
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -51,6 +52,7 @@ def read_back(engine: Any) -> dict[str, Any]:
         "offload_optimizer": _offloaded(engine, "optimizer"),
         "offload_param": _offloaded(engine, "param"),
         "hpz_group_size": _hpz_group_size(),
+        "leaf_modules": leaf_classes(engine.module) if engine.zero_optimization_stage() == 3 else [],
         "zero_optimization": zero.model_dump(mode="json"),
     }
 

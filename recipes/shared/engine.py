@@ -13,19 +13,38 @@ import deepspeed
 import torch
 from torch import nn
 
+from launcher.errors import Problem, UserError
 from launcher.plan import Plan
-from recipes.shared import startup
+from recipes.shared import gather, masters, startup
 from recipes.shared.groups import parameter_groups
+from recipes.shared.leaf_modules import mark_leaf_modules
+from recipes.shared.scalars import clip_scalars_too, sent_as_vectors
+
+LISTED = 5
 
 
 def build_engine(plan: Plan, model: nn.Module) -> Any:
     """The engine over `model` with the optimizer and schedule of the plan's DeepSpeed dict. All ranks."""
     startup.prepare(plan)
+    _refuse_empty(model)
     parameters = parameter_groups(plan, model)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
-    )
+    mark_leaf_modules(plan, model)
+    with sent_as_vectors(model):
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=parameters, config=copy.deepcopy(plan.deepspeed), dist_init_required=False
+        )
+    clip_scalars_too(engine)
+    masters.link(engine)
     return engine
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    """A trained parameter of no elements: DeepSpeed fails to lay it out, at every stage in another way."""
+    empty = [name for name, p in model.named_parameters() if p.requires_grad and gather.numel(p) == 0]
+    if empty:
+        why = f"{len(empty)} trained parameter(s) have no elements, and no engine can be built of them"
+        fix = "leave out layers without inputs or outputs, or freeze them: requires_grad_(False)"
+        raise UserError(Problem("model", ", ".join(empty[:LISTED]), why, fix))
 
 
 def global_grad_norm(engine: Any) -> float | None:

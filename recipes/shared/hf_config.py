@@ -1,4 +1,4 @@
-"""Fields of a Hugging Face configuration -> its object; element types by the names that plans use.
+"""Fields of a Hugging Face configuration -> its object and its model's class; element types by the names of plans.
 
 Used where models are built, measured and exported.
 Must never load DeepSpeed, or transformers before a configuration is asked for.
@@ -13,6 +13,21 @@ import torch
 from launcher.errors import Problem, UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_class(config: Any) -> Any:
+    """The library's class that builds and loads a language model of this configuration object.
+
+    An encoder-decoder (T5, BART) reads one sequence and writes another; anything else continues a sequence.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def is_encoder_decoder(fields: dict[str, Any]) -> bool:
+    """Whether a model of these configuration fields reads one sequence and writes another."""
+    return bool(make_config(fields).is_encoder_decoder)
 
 
 def make_config(fields: dict[str, Any]) -> Any:

@@ -12,7 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from recipes.shared.adapter_export import base_of
+
 CONFIG, GENERATION = "config.json", "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 # JSON files of a model's or a Trainer's folder that are not a tokenizer's.
@@ -24,8 +27,7 @@ def describe(model: Any) -> dict[str, Any] | None:
 
     Of a model with an adapter: those of the model it was put into.
     """
-    if hasattr(model, "peft_config"):
-        model = model.get_base_model()
+    model = base_of(model)
     if not hasattr(getattr(model, "config", None), "to_diff_dict"):
         return None
     generation = getattr(model, "generation_config", None)

@@ -7,6 +7,7 @@ Must never branch on the stage, the offload or the recipe, and never let ranks d
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.checkpoint.load import check_fixed_batch
 from recipes.shared.checkpoint.save import save
 from recipes.shared.data.order import sample_indices
-from recipes.shared.data.samples import Samples
+from recipes.shared.data.samples import Grouped, Samples
 from recipes.shared.distributed import say
 from recipes.shared.engine import plain_grad_norm
 from recipes.shared.evaluate import evaluate, on_device
@@ -27,8 +28,18 @@ from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.state import TrainState
 
 
-def train(state: TrainState, training: Samples, validation: Samples, objective: Objective, metrics: Metrics) -> None:
-    """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint."""
+def train(
+    state: TrainState,
+    training: Samples,
+    validation: Samples,
+    objective: Objective,
+    metrics: Metrics,
+    show: Callable[[], None] | None = None,
+) -> None:
+    """Trains from `state.step` to the plan's last step, or until a stop is asked for; ends with a checkpoint.
+
+    `show`: called at each evaluation, on all ranks.
+    """
     plan = state.plan
     stop = StopRequest(state)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
@@ -38,6 +49,12 @@ def train(state: TrainState, training: Samples, validation: Samples, objective: 
     say(state.run, "training")
     metrics.start()
     stopping = False
+
+    def look() -> bool:
+        if show is not None:
+            show()
+        return judged(evaluate(state, validation, objective), state, metrics)
+
     while state.step < plan.config.run.steps and not stopping:
         loss, lr, grad_norm = take_step(state, training, objective)
         if average is not None:
@@ -52,7 +69,7 @@ def train(state: TrainState, training: Samples, validation: Samples, objective: 
             record_compute_speed(state)
         better = False
         if last or (evaluate_at and state.step % evaluate_at == 0):
-            better = judged(evaluate(state, validation, objective), state, metrics)
+            better = look()
             stopping = stopping or state.ended_early
         last = last or stopping
         if last or (checkpoint_at and state.step % checkpoint_at == 0) or (better and plan.config.checkpoint.best):
@@ -60,7 +77,7 @@ def train(state: TrainState, training: Samples, validation: Samples, objective: 
             save(state, metrics.recorded(), wait=last)
             metrics.start()  # the save is no part of the next step
     if state.saved_step != state.step:
-        judged(evaluate(state, validation, objective), state, metrics)
+        look()
         metrics.flush()
         save(state, metrics.recorded())
 
@@ -106,9 +123,10 @@ def step_batches(state: TrainState, training: Samples) -> list[tuple[Batch, floa
     a step, and so its mean gradient, is the same for every world size.
     """
     batch, ranks = state.plan.batch, state.ranks
-    indices = sample_indices(
-        state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size
-    ).reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
+    step = sample_indices(state.plan.config.run.seed, len(training), state.samples_seen, batch.global_batch_size)
+    if isinstance(training, Grouped):
+        step = training.grouped(step)
+    indices = step.reshape(batch.gradient_accumulation_steps, ranks.world_size, batch.micro_batch_size)
     weights = training.weights(indices.reshape(-1)).reshape(indices.shape).sum(axis=2)
     shares = weights / (weights.sum() / weights.size)
     return [

@@ -1,6 +1,6 @@
 """A model -> the same model, frozen, with a LoRA adapter inside, and what a checkpoint must tell of it.
 
-Used when a model is built and when a checkpoint is saved; `adapter` reads such a checkpoint. PEFT does the work.
+Used when a model is built and when a checkpoint is saved; `adapter_export` reads such a checkpoint. PEFT does the work.
 Must never adapt fewer layers than were asked for, or one whose weights another layer shares.
 """
 
@@ -14,7 +14,8 @@ from torch import nn
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
-from recipes.shared.adapter import NAME
+from recipes.shared.adapter_export import NAME
+from recipes.shared.hf_config import is_encoder_decoder
 
 SEED = 1_000_000_007  # added to run.seed: the adapter's values are those of the seed, however the weights came to be
 ALL_LINEAR = ["all-linear"]
@@ -46,12 +47,29 @@ def adapted(plan: Plan, model: nn.Module) -> nn.Module:
         lora_dropout=section.dropout,
         target_modules=targets,
         modules_to_save=whole or None,
-        task_type="CAUSAL_LM",
+        task_type=_task(plan),
     )
     torch.manual_seed(plan.config.run.seed + SEED)
     wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
     wrapped.peft_config[NAME].base_model_name_or_path = plan.config.model.init_from
+    if section.target != ALL_LINEAR:
+        _refuse_fewer(wrapped, layers)
     return wrapped
+
+
+def _task(plan: Plan) -> str | None:
+    """What PEFT calls what the model does."""
+    if plan.config.model.target is not None:
+        return None
+    return "SEQ_2_SEQ_LM" if is_encoder_decoder(plan.config.model.config) else "CAUSAL_LM"
+
+
+def _refuse_fewer(wrapped: Any, layers: list[str]) -> None:
+    """Raises UserError when PEFT adapted other layers than those that were meant."""
+    different = sorted(set(layers) ^ set(wrapped.base_model.targeted_module_names))
+    if different:
+        why = "PEFT does not adapt exactly the layers that these names mean"
+        raise UserError(Problem("peft.target", ", ".join(different[:LISTED]), why, "name the layers one by one"))
 
 
 def _ending(model: nn.Module, end: str, where: str) -> list[str]:

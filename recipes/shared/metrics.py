@@ -34,6 +34,8 @@ class Metrics:
         self.last: dict[str, Any] = {}
         self.canary = Canary()
         self.first_step_time: float | None = None
+        self.moved = False
+        """Whether a step was taken whose learning rate was above 0."""
 
     def start(self) -> None:
         """Starts the clock of the next step."""
@@ -45,6 +47,7 @@ class Metrics:
         elapsed, self.clock = now - self.clock, now
         self.first_step_time = self.first_step_time or time.time()
         self.steps += 1
+        self.moved = self.moved or lr > 0
         self.seconds += elapsed if self.steps > 1 else 0.0  # the first step warms up
         norm = global_grad_norm(self.state.engine) if grad_norm is None else float(grad_norm)
         batch, length = self.state.plan.batch.global_batch_size, self.state.plan.config.train.sequence_length
@@ -77,8 +80,12 @@ class Metrics:
         if self.file is not None:
             self.file.flush()
 
-    def finish(self, unigram_entropy: float) -> None:
-        """Ends the tracker and writes control/result.json, the proof that the run came to its end. Rank 0."""
+    def finish(self, unigram_entropy: float | None, **facts: Any) -> None:
+        """Ends the tracker and writes control/result.json, the proof that the run came to its end. Rank 0.
+
+        `unigram_entropy`: of the training tokens, in nats; None where samples are no tokens. `facts`: what else the
+        summary is to hold.
+        """
         self.tracker.finish()
         if self.file is None:
             return
@@ -102,6 +109,7 @@ class Metrics:
                 "checkpoint": str(state.run.checkpoint(state.saved_step)) if state.saved_step is not None else None,
                 "tracker_run_id": self.tracker.run_id,
                 "tracker_sync": self.tracker.sync_command,
+                **facts,
             },
         )
 

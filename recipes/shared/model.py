@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from launcher.errors import Problem, UserError
 from launcher.plan import Plan
-from recipes.shared.adapter import PREFIX, base_name
+from recipes.shared.adapter_export import PREFIX, base_name
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
-from recipes.shared.hf_config import DTYPES, make_config
+from recipes.shared.hf_config import DTYPES, make_config, model_class
 from recipes.shared.lora import adapted
+from recipes.shared.own_code import make_model
 from recipes.shared.pretrained import load_whole, match, open_weights
 
 
@@ -73,6 +75,8 @@ def _partitioned(plan: Plan, ranks: Ranks, given: Path | None) -> nn.Module:
 
 def _undrawn(plan: Plan) -> Any:
     """The model without the work of drawing values that are read anyway."""
+    if plan.config.model.target is not None:
+        return from_config(plan)
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -82,19 +86,30 @@ def _undrawn(plan: Plan) -> Any:
 
 
 def from_config(plan: Plan) -> nn.Module:
-    """A causal language model drawn from its configuration, in fp32."""
-    from transformers import AutoModelForCausalLM
-
+    """A model drawn from its configuration in fp32: a language model, or a module of the user's own."""
     section = plan.config.model
+    if section.target is not None:
+        return _checkpointing(plan, make_model(section.target, plan.config.run.source, section.config))
     options: dict[str, Any] = {"dtype": torch.float32}
     if section.attn_implementation:
         options["attn_implementation"] = section.attn_implementation
     config = make_config(section.config)
     config.use_cache = False
-    model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        why = "the decoder of this family begins with that token, and the configuration does not name it"
+        fix = "model.config.decoder_start_token_id=0 is T5's; the configuration of given weights names theirs"
+        raise UserError(Problem("model.config.decoder_start_token_id", "nothing", why, fix))
+    model: nn.Module = model_class(config).from_config(config, **options)
+    return _checkpointing(plan, model)
+
+
+def _checkpointing(plan: Plan, model: Any) -> nn.Module:
     if plan.config.activation.checkpointing:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            why = "the module has no method gradient_checkpointing_enable"
+            raise UserError(Problem("activation", "full", why, "use activation=none, or give it one"))
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return cast(nn.Module, model)
 
 
 def seed_everything(seed: int) -> None:

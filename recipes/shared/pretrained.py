@@ -1,7 +1,7 @@
 """A folder of weights -> named tensors that are read one at a time, matched with the parameters of a model.
 
 Used when a model is built to begin with given weights: Hugging Face's safetensors, or a checkpoint's fp32 masters.
-Must never hold more than one tensor, or let a parameter keep a value that nobody gave it.
+Must never hold more than one tensor and what it is made of, or let a parameter keep a value that nobody gave it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,21 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from launcher.errors import Problem, UserError
 from launcher.rundir import RunDir
 from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.reader import open_checkpoint
+from recipes.shared.stored_names import Stored, as_held
 
 WHERE = "model.init_from"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(masked_)?bias$")  # old files hold them
 LISTED = 5
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in the folder."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
 
 
 def open_weights(path: Path) -> dict[str, Stored]:
@@ -63,6 +53,7 @@ def match(model: nn.Module, stored: dict[str, Stored], path: Path) -> dict[str, 
     Names may lack, or have, the prefix of the model's body. Of tied names one is enough. Raises one UserError for
     names that are missing or left over, and for shapes that differ. Any rank; reads no tensor.
     """
+    stored = as_held(model, stored)
     names = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "") or ""
     found = {name: stored[key] for name in names if (key := _key(name, stored, prefix)) is not None}

@@ -42,6 +42,8 @@ class TrainState:
     """Writes checkpoints in the background."""
     writing: tuple[int, Path] | None = None
     """Step and temporary folder of the checkpoint that is being written."""
+    data_digest: str | None = None
+    """Of the corpus that this run reads (`DataMeta.digest`)."""
     tracker_run_id: str | None = None
     """Run at the experiment tracker; after a restore that of the checkpoint."""
     tracked_as: str | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from benches.group import rank_command
 from benches.report import Row, ratios
 from benches.request import BenchError, Request
-from benches.sides import BARE, Sides
+from benches.sides import Sides
 from benches.timing import Ran, in_turn, run_to_end
 from launcher.command import ROOT, hostfile_text
 from launcher.plan import Plan
@@ -39,7 +39,7 @@ def run(request: Request) -> list[Row]:
         cluster = ["cluster=hostfile", f"cluster.hostfile={hostfile}", "cluster.accelerator=cpu"]
         sides = HostSides([*cluster, *request.overrides], STEPS, SKIP, Path(folder))
         sides.first, sides.address = name[0], address
-        trained = in_turn(warm_up + pairs, {"ours": sides.ours, "bare": sides.bare})
+        trained = in_turn(warm_up + pairs, {"ours": sides.ours, "bare": sides.peer})
         sides.check_losses(trained["ours"], trained["bare"])
         checks = [sides.preflight() for _ in range(warm_up + pairs)][warm_up:]
     times = {side: [each.first_step_s for each in found[warm_up:]] for side, found in trained.items()}
@@ -66,13 +66,18 @@ class HostSides(Sides):
         if len(plan.cluster.hosts) != 2:
             raise BenchError("this bench makes its two hosts itself")
 
-    def bare_command(self, place: RunDir, request: Path) -> list[str]:
+    def peer_command(self, place: RunDir, request: Path) -> list[str]:
         """DeepSpeed's own way to hand variables to other hosts is a file in the working folder."""
         place.control.mkdir()
         place.hostfile.write_text(hostfile_text(self.plan))
         variables = self.plan.env | {"PATH": self.environment["PATH"]}
         (place.path / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
-        return ["env", "--chdir", str(place.path), *rank_command(self.plan, place, BARE, request, self.address)]
+        return [
+            "env",
+            "--chdir",
+            str(place.path),
+            *rank_command(self.plan, place, self.other.script, request, self.address),
+        ]
 
     def preflight(self) -> float:
         """Seconds of `mode=check` without the collective, its own start included."""

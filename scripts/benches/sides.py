@@ -1,6 +1,6 @@
-"""One request -> the two ways to train it: by launch.py, and by the bare DeepSpeed loop on the very same plan.
+"""One request -> the two ways to train it: by launch.py, and by another program on the very same plan.
 
-Used by the benches `loop` and `start`.
+Used by the benches `loop`, `start` and `hosts`.
 Must never give one side a model, a sample, a DeepSpeed key or a variable that the other does not get.
 """
 
@@ -23,7 +23,21 @@ from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
 from recipes.shared.data.build import prepare
 
-BARE = Path(__file__).resolve().parent / "bare_loop.py"
+
+@dataclass(frozen=True)
+class Peer:
+    """The other program: what it is called, its script for each rank, and how near its losses have to be."""
+
+    name: str
+    script: Path
+    loss_relative: float
+
+
+FOLDER = Path(__file__).resolve().parent
+# The same arithmetic in the same order: room for the mean over ranks alone, fp32 has 1.2e-7.
+BARE = Peer("bare DeepSpeed", FOLDER / "bare_loop.py", 1e-6)
+# It divides sums by the number of labels in the step, and the clipping of its engine is its own.
+TRAINER = Peer("Hugging Face Trainer", FOLDER / "trainer_loop.py", 1e-4)
 # A step takes about 0.3 s on two cores; the schedule is constant so that runs of any length compare.
 DEFAULTS = [
     "model=tiny",
@@ -34,7 +48,6 @@ DEFAULTS = [
     "train.gradient_accumulation_steps=1",
     "eval.samples=2",
 ]
-LOSS_RELATIVE = 1e-6  # the same arithmetic in the same order: room for the mean over ranks alone, fp32 has 1.2e-7
 OWN_TO_A_RUN = {"MASTER_PORT"}
 
 
@@ -50,12 +63,12 @@ class Trained:
 class Sides:
     """Both ways to train `overrides` for `steps` optimizer steps, of which the first `skip` are not timed."""
 
-    def __init__(self, overrides: list[str], steps: int, skip: int, folder: Path) -> None:
+    def __init__(self, overrides: list[str], steps: int, skip: int, folder: Path, other: Peer = BARE) -> None:
         if not 1 <= skip < steps:
             raise BenchError(f"of {steps} steps, {skip} cannot be left out: at least 1, and fewer than all")
         own = [f"run.steps={steps}", "eval.every=0", "checkpoint.every=0"]
         self.overrides = [*with_defaults(DEFAULTS, overrides), *own]
-        self.skip, self.folder = skip, folder
+        self.skip, self.folder, self.other = skip, folder, other
         self.environment = base_environment()
         self.plan = ask_plan(self.overrides, self.environment)
         self.check_cluster(self.plan)
@@ -71,9 +84,9 @@ class Sides:
         if not plan.cluster.local:
             raise BenchError("the two sides are compared on one host: cluster=local")
 
-    def bare_command(self, place: RunDir, request: Path) -> list[str]:
-        """The bare loop, with `request`, on the ranks of the plan in `place`."""
-        return rank_command(self.plan, place, BARE, request)
+    def peer_command(self, place: RunDir, request: Path) -> list[str]:
+        """The other program, with `request`, on the ranks of the plan in `place`."""
+        return rank_command(self.plan, place, self.other.script, request)
 
     def ours(self) -> Trained:
         """Trains with launch.py."""
@@ -88,39 +101,39 @@ class Sides:
         shutil.rmtree(run.path)
         return self._trained(ran, first, seconds, [record["loss"] for record in records])
 
-    def bare(self) -> Trained:
-        """Trains with the bare loop, under the options that launch.py gives to DeepSpeed's launcher."""
-        place = self.folder / "bare"
+    def peer(self) -> Trained:
+        """Trains with the other program, under the options that launch.py gives to DeepSpeed's launcher."""
+        place = self.folder / "peer"
         place.mkdir()
         result, request, plan = place / "result.json", place / "request.json", place / "plan.json"
         plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
         content = {"plan": str(plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
         request.write_text(json.dumps(content), encoding="utf-8")
-        ran = self._run("bare", self.bare_command(RunDir(place), request))
+        ran = self._run("peer", self.peer_command(RunDir(place), request))
         found = json.loads(result.read_text(encoding="utf-8"))
         seconds = found["step_ends"][-1] - found["step_ends"][self.skip - 1]
         shutil.rmtree(place)
         return self._trained(ran, found["first_step_time"], seconds, found["losses"])
 
-    def check_same(self, ours: list[Trained], bare: list[Trained]) -> None:
+    def check_same(self, ours: list[Trained], theirs: list[Trained]) -> None:
         """Raises BenchError unless all runs had the same losses, and ranks of both sides the same environment."""
-        self.check_losses(ours, bare)
-        mine_env, bare_env = self.rank_environments["ours"], self.rank_environments["bare"]
-        assert mine_env and bare_env, "a run that trained had a rank 0"
-        differing = sorted(name for name in mine_env | bare_env if mine_env.get(name) != bare_env.get(name))
+        self.check_losses(ours, theirs)
+        mine_env, peer_env = self.rank_environments["ours"], self.rank_environments["peer"]
+        assert mine_env and peer_env, "a run that trained had a rank 0"
+        differing = sorted(name for name in mine_env | peer_env if mine_env.get(name) != peer_env.get(name))
         if set(differing) - OWN_TO_A_RUN:
             raise BenchError(f"the ranks of the two sides run with different variables: {', '.join(differing)}")
 
-    def check_losses(self, ours: list[Trained], bare: list[Trained]) -> None:
+    def check_losses(self, ours: list[Trained], theirs: list[Trained]) -> None:
         """Raises BenchError unless all runs had the same losses."""
-        for number, pair in enumerate(zip(ours, bare, strict=True), 1):
-            for step, (mine, theirs) in enumerate(zip(pair[0].losses, pair[1].losses, strict=True), 1):
-                if not math.isclose(mine, theirs, rel_tol=LOSS_RELATIVE):
-                    raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {theirs!r} in the bare loop")
+        for number, pair in enumerate(zip(ours, theirs, strict=True), 1):
+            for step, (mine, its) in enumerate(zip(pair[0].losses, pair[1].losses, strict=True), 1):
+                if not math.isclose(mine, its, rel_tol=self.other.loss_relative):
+                    raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {its!r} of {self.other.name}")
 
     def _run(self, side: str, argv: list[str]) -> Ran:
         """One run; at a side's first, rank 0's environment is noted."""
-        watch = (WORKER if side == "ours" else BARE) if side not in self.rank_environments else None
+        watch = (WORKER if side == "ours" else self.other.script) if side not in self.rank_environments else None
         environment = self.environment if side == "ours" else rank_environment(self.plan, self.environment)
         ran = run_to_end(argv, self.folder / f"{side}.log", environment, watch)
         if watch is not None:

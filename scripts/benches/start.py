@@ -24,7 +24,7 @@ def run(request: Request) -> list[Row]:
     warm_up = request.options["warm_up"]
     with tempfile.TemporaryDirectory(prefix="zerolaunch-bench-") as folder:
         sides = Sides(request.overrides, STEPS, SKIP, Path(folder))
-        trained = in_turn(warm_up + request.options["pairs"], {"ours": sides.ours, "bare": sides.bare})
+        trained = in_turn(warm_up + request.options["pairs"], {"ours": sides.ours, "bare": sides.peer})
         sides.check_same(trained["ours"], trained["bare"])
     times = {name: [each.first_step_s for each in found[warm_up:]] for name, found in trained.items()}
     parts = {f"{name}, s": values for name, values in times.items()}

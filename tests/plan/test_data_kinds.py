@@ -72,7 +72,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def test_every_shipped_data_file_names_exactly_the_options_of_its_kind() -> None:
     files = sorted(CONF.glob("*.yaml"))
-    assert [file.stem for file in files] == sorted(KINDS) and len(files) == 5
+    assert [file.stem for file in files] == sorted(KINDS) and len(files) == 6
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines()
         assert lines[0] == "# @package data"
@@ -85,7 +85,7 @@ def test_every_shipped_data_file_names_exactly_the_options_of_its_kind() -> None
 def test_unknown_kind_unknown_option_and_missing_option_are_refused(tmp_path: Path) -> None:
     (problem,) = refusal({"kind": "csv"}, tmp_path)
     assert (problem.where, problem.got) == ("data.kind", "csv")
-    assert problem.fix == "data= one of: stdlib, text, jsonl, tokens, hub"
+    assert problem.fix == "data= one of: stdlib, text, jsonl, tokens, hub, chat"
     data = {**options("stdlib"), "tokeniser": "x"}
     del data["max_bytes"]
     unknown, missing = refusal(data, tmp_path)

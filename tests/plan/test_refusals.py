@@ -68,7 +68,7 @@ def test_an_option_of_another_kind_of_data_names_the_kinds(cli: Cli) -> None:
     answer = cli("mode=plan", "data.files=[a.txt]")
     assert answer.code == 2
     assert "1. data.files\n" in answer.err
-    assert "conf/data/ and data=hub, jsonl, stdlib, text, tokens" in answer.err
+    assert "conf/data/ and data=chat, custom, hub, jsonl, stdlib, text, tokens" in answer.err
 
 
 def test_a_deleted_option_that_does_not_exist_is_named(cli: Cli) -> None:

@@ -33,6 +33,8 @@ ADAFACTOR = (
 LAMB = ("zero=stage0", "deepspeed.optimizer.type=Lamb")
 DECAYED = "parameters.groups=[{max_dim: 1, weight_decay: 0.0}]"
 SLOWER = 'parameters.groups=[{match: ["*embed*"], lr_scale: 0.1}]'
+FINETUNE, BEGUN = ("recipe=finetune", "data=chat"), "model.init_from=/weights"
+PACKED = (*FINETUNE, BEGUN, "model.attn_implementation=flash_attention_2")
 NVME_PATH = "deepspeed.zero_optimization.offload_optimizer.nvme_path"
 
 
@@ -51,6 +53,16 @@ CASES = [
     Case("mode_is_known", ("mode=dream",), ("mode=plan",)),
     Case("recipe_is_known", ("recipe.name=knit",), ("recipe.name=pretrain",)),
     Case("launcher_is_known", ("cluster.launcher=telnet",), ("cluster.launcher=openmpi",), hosts=2),
+    Case(
+        "recipe_target_is_that_of_a_custom_recipe",
+        ("recipe.target=tests.train.own_models.recipe",),
+        ("recipe=custom", "recipe.target=tests.train.own_models.recipe"),
+    ),
+    Case(
+        "recipe_target_is_that_of_a_custom_recipe",
+        ("recipe.name=custom",),
+        ("recipe.name=custom", "recipe.target=tests.train.own_models.recipe"),
+    ),
     Case(
         "launcher_can_place_the_ranks",
         ("cluster.launcher=openmpi", 'cluster.exclude="beta:0"'),
@@ -129,6 +141,21 @@ CASES = [
         "model_shape_is_sound",
         ("model=gpt2_small", "model.config.n_head=10"),
         ("model=gpt2_small", "model.config.n_head=8"),
+    ),
+    Case(
+        "sequence_fits_the_model",
+        ("model.config.is_encoder_decoder=true", "train.sequence_length=4097"),
+        ("model.config.is_encoder_decoder=true", "train.sequence_length=4096"),
+    ),
+    Case(
+        "sequence_fits_the_model",
+        ("model=gpt2_small", "train.sequence_length=1025"),
+        ("model=gpt2_small", "model.config.model_type=t5", "train.sequence_length=1025"),
+    ),
+    Case(
+        "own_module_has_no_hugging_face_options",
+        ("model=custom", "model.target=tests.train.own_models.NoLoss", "model.attn_implementation=sdpa"),
+        ("model=custom", "model.target=tests.train.own_models.NoLoss"),
     ),
     Case(
         "ranks_are_data_parallel",
@@ -336,6 +363,23 @@ CASES = [
     Case("parameter_groups_are_sound", ("parameters.groups=[{match: '*embed*', lr_scale: 0.1}]",), (SLOWER,)),
     Case("parameter_groups_are_sound", (SLOWER, "~deepspeed.optimizer.params.lr", "schedule=constant"), (SLOWER,)),
     Case("group_rates_need_a_relative_schedule", (SLOWER, "schedule=warmup_decay"), (SLOWER, "schedule=warmup_cosine")),
+    Case("audit_is_known", ("audit.mode=deep",), ("audit.mode=off",)),
+    Case("audit_watches_steps", ("audit.steps=0",), ("audit.steps=1",)),
+    Case("strict_audit_needs_stage3", ("audit=strict", "zero=stage2"), ("audit=strict", "zero=stage3")),
+    Case("audit_path_needs_its_mode", ("audit.path=/src",), ("audit.path=null",)),
+    Case("finetuning_begins_with_weights", FINETUNE, (*FINETUNE, BEGUN)),
+    Case("conversations_are_finetuned", ("data=chat",), ("data=stdlib",)),
+    Case("conversations_are_finetuned", ("recipe=finetune", BEGUN), (*FINETUNE, BEGUN)),
+    Case(
+        "finetuned_models_go_on_in_one_sequence",
+        (*FINETUNE, BEGUN, "model.config.is_encoder_decoder=true"),
+        (*FINETUNE, BEGUN, "model.config.is_encoder_decoder=false"),
+    ),
+    Case("packs_are_kept_apart", (*PACKED, "train.micro_batch_size=2"), (*PACKED, "train.micro_batch_size=1")),
+    Case("packs_are_kept_apart", PACKED, (*PACKED, "data.packing=false")),
+    Case("generation_needs_prompts", ("eval.generate=1",), (*FINETUNE, BEGUN, "eval.generate=1")),
+    Case("generation_needs_prompts", ("eval.generate=-1",), ("eval.generate=0",)),
+    Case("generation_needs_prompts", ("eval.max_new_tokens=0",), ("eval.max_new_tokens=1",)),
     Case("peft_is_known", ("peft.kind=ladder",), ("peft.kind=none",)),
     Case("peft_options_need_lora", ("peft.rank=8",), ("peft=lora", "peft.rank=8")),
     Case("peft_options_need_lora", ("peft.target=[q_proj]",), ("peft=lora", "peft.target=[q_proj]")),

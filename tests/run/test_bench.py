@@ -78,6 +78,25 @@ def test_loop_bench_trains_both_sides_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.train
+def test_the_trainer_has_the_same_losses_over_twenty_steps(tmp_path: Path) -> None:
+    """Two ranks and two passes a step, whose losses it sums; the bench stops where a loss differs."""
+    two = [word for word in TINY if "num_procs" not in word] + ["cluster.num_procs=2", "zero=stage3"]
+    [row] = rows_of(bench("loop", "peer=trainer", "pairs=1", "steps=20", "skip=5", *two, f"data.cache_dir={tmp_path}"))
+    assert row["what"] == "tokens/s over Hugging Face Trainer" and row["bound"] == "at least 1.0"
+    assert row["median"] == row["parts"]["ours, tokens/s"][0] / row["parts"]["trainer, tokens/s"][0] > 0
+
+
+@pytest.mark.train
+def test_audit_bench_times_steps_after_those_that_are_watched(tmp_path: Path) -> None:
+    words = ["audit", "pairs=1", "steps=3", "skip=2", "audit.steps=1", *TINY, f"data.cache_dir={tmp_path}"]
+    [row] = rows_of(bench(*words))
+    assert row["bound"] == "at most 1.02"
+    assert row["median"] == pytest.approx(
+        row["parts"]["audit=off, tokens/s"][0] / row["parts"]["audit=warn, tokens/s"][0]
+    )
+
+
+@pytest.mark.train
 def test_save_bench_saves_both_ways_in_one_run(tmp_path: Path) -> None:
     rows = rows_of(bench("save", "pairs=1", *TWO_RANKS, f"data.cache_dir={tmp_path}"))
     blocked, with_loss, step, with_steps, memory = rows
@@ -147,14 +166,14 @@ def sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         }
         environments: ClassVar[dict[str, dict[str, str]]] = {
             "ours": {"A": "1", "MASTER_PORT": "1"},
-            "bare": {"A": "1", "MASTER_PORT": "2"},
+            "peer": {"A": "1", "MASTER_PORT": "2"},
         }
 
         def ours(self) -> Any:
             self.rank_environments = self.environments
             return self.made["ours"].pop(0)
 
-        def bare(self) -> Any:
+        def peer(self) -> Any:
             return self.made["bare"].pop(0)
 
     monkeypatch.setattr(start, "Sides", Recorded)
@@ -179,14 +198,14 @@ def test_sides_with_different_losses_are_not_compared(sides: Any) -> None:
     from benches.request import BenchError
 
     sides.made["bare"][1].losses[1] *= 1 + 3e-6
-    with pytest.raises(BenchError, match=r"pair 2, step 2: loss 4\.0 here, 4\.000012 in the bare loop"):
+    with pytest.raises(BenchError, match=r"pair 2, step 2: loss 4\.0 here, 4\.000012 of bare DeepSpeed"):
         start_rows("pairs=2", "warm_up=1", *TINY)
 
 
 def test_sides_with_different_environments_are_not_compared(sides: Any) -> None:
     from benches.request import BenchError
 
-    sides.environments["bare"]["OMP_NUM_THREADS"] = "1"
+    sides.environments["peer"]["OMP_NUM_THREADS"] = "1"
     with pytest.raises(BenchError, match="different variables: MASTER_PORT, OMP_NUM_THREADS"):
         start_rows("pairs=2", "warm_up=1", *TINY)
 
@@ -248,6 +267,7 @@ def test_unknown_bench_lists_those_there_are() -> None:
         (["loop", "quick"], "'quick' is no key=value; its own options: pairs, steps, skip"),
         (["loop", "steps=5", "skip=5"], "of 5 steps, 5 cannot be left out"),
         (["kill", "kills=3"], "kills is at least 4"),
+        (["audit", "skip=3"], "3 steps are watched: skip=5 leaves them out"),
         (["start", "zero=stage9"], "launch.py refuses this request"),
         (["save", "millions=7"], "millions is one of 130, 300, 400, 1000, not 7"),
         (["elastic", "stage=0"], "stage is 1, 2 or 3, not 0"),

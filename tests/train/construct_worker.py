@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from recipes.shared import construct
+from recipes.shared import construct, gather
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.hf_config import make_config
 
@@ -115,7 +115,7 @@ def compare(
         name for name, p in found.items() if not hasattr(p, "ds_id") or p.numel() != 0 or p.dtype != dtype
     ]
     for name, parameter in found.items():
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with gather.read(parameter):
             if not torch.equal(parameter.detach(), expected[name].detach().to(dtype)):
                 different.append(name)
     for name, buffer in plain.named_buffers():

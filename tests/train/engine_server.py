@@ -45,8 +45,8 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 
 from launcher.plan import Plan  # noqa: E402
 from launcher.rundir import RunDir  # noqa: E402
-from recipes import pretrain  # noqa: E402
-from recipes.shared import distributed  # noqa: E402
+from recipes import finetune, pretrain  # noqa: E402
+from recipes.shared import distributed, gather  # noqa: E402
 from recipes.shared.checkpoint import load, save  # noqa: E402
 from recipes.shared.effective import differences, read_back  # noqa: E402
 from recipes.shared.engine import build_engine  # noqa: E402
@@ -174,10 +174,12 @@ def run_recipe(case: dict[str, Any]) -> dict[str, Any]:
         if case["resaved"]:
             save.save(dataclasses.replace(state, run=RunDir(case["resaved"])), {})
 
-    pretrain.restore = restore
+    plan = Plan.from_json(case["plan"])
+    recipe: Any = {"pretrain": pretrain, "finetune": finetune}[plan.config.recipe.name]
+    recipe.restore = restore
     if case["unchecked_room"]:
         save.refuse_without_room = lambda *arguments: None
-    pretrain.run(Plan.from_json(case["plan"]), RunDir(case["run_dir"]))
+    recipe.run(plan, RunDir(case["run_dir"]))
     return {}
 
 
@@ -216,9 +218,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 def _weights(engine: Any) -> float:
     """Norm of all weights together. All ranks."""
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
-        return float(torch.stack([parameter.detach().double().norm() for parameter in parameters]).norm())
+    return float(torch.tensor(list(gather.norms(engine.module).values()), dtype=torch.float64).norm())
 
 
 def _asked(engine: Any, path: str) -> Any:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from recipes.shared import gather
+
 Z = "zero_optimization"
 
 
@@ -75,7 +77,7 @@ def _expect(engine: Any, folder: Path) -> None:
     expected = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        with gather.read(parameter):
             expected[name] = (parameter.detach() if master is None else master).clone()
     persistent = {name for name in engine.module.state_dict() if name not in expected}
     expected |= {name: value.clone() for name, value in engine.module.named_buffers() if name in persistent}

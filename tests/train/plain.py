@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 
 from launcher.plan import Plan, read_plan
-from recipes.shared.data.build import prepare
-from recipes.shared.data.corpus import open_corpus
 from recipes.shared.data.order import sample_indices
+from recipes.shared.data.splits import open_splits
+from recipes.shared.evaluate import on_device
+from recipes.shared.lora import adapted
+from recipes.shared.losses import objective_of
 from recipes.shared.model import from_config
 
 
 def initial_model(plan: Plan) -> torch.nn.Module:
-    """The model as plain PyTorch builds it after seeding."""
+    """The model as plain PyTorch builds it after seeding, with its adapter where the plan has one."""
     torch.manual_seed(plan.config.run.seed)
-    return from_config(plan)
+    return adapted(plan, from_config(plan))
 
 
 def scheduled_lr(plan: Plan, step: int) -> float:
@@ -41,14 +43,18 @@ def scheduled_lr(plan: Plan, step: int) -> float:
 
 def plain_losses(run: Path) -> list[float]:
     """Loss of every optimizer step of the plain loop for the plan of `run`."""
-    plan = read_plan(run / "plan.json")
+    return [loss for loss, _ in plain_steps(read_plan(run / "plan.json"))]
+
+
+def plain_steps(plan: Plan) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of every optimizer step of the plain loop."""
     config, batch = plan.config, plan.batch.global_batch_size
-    folder = prepare(config.data, config.train.sequence_length, Path(config.data["cache_dir"]))
-    _, training, _ = open_corpus(folder, config.train.sequence_length)
+    training, objective = open_splits(plan).training, objective_of(plan)
     model = initial_model(plan)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     params = plan.deepspeed["optimizer"]["params"]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained,
         lr=params["lr"],
         betas=tuple(params["betas"]),
         eps=params["eps"],
@@ -57,13 +63,12 @@ def plain_losses(run: Path) -> list[float]:
     found = []
     for step in range(1, config.run.steps + 1):
         indices = sample_indices(config.run.seed, len(training), (step - 1) * batch, batch)
-        tokens = torch.from_numpy(training.tokens(indices))
         for group in optimizer.param_groups:
             group["lr"] = scheduled_lr(plan, step)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = objective.loss(model, on_device(training.batch(indices), torch.device("cpu")))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.deepspeed["gradient_clipping"])
+        norm = torch.nn.utils.clip_grad_norm_(trained, plan.deepspeed["gradient_clipping"])
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
+        found.append((loss.item(), float(norm)))
     return found

@@ -16,6 +16,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from torch import nn
 
 from launcher.errors import Problem, UserError
+from recipes.shared import gather
 from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.entries import Entry
 from recipes.shared.checkpoint.reader import OptimizerState, open_checkpoint, open_optimizer
@@ -52,7 +53,7 @@ def load(state: TrainState, folder: Path) -> None:
         _load_stage12(engine.optimizer, names, tensors, optimizer, state)
     else:
         _load_stage0(engine, tensors, optimizer, state)
-    _load_rest(engine, [entry for entry in stored if not entry.trainable], stage)
+    _load_rest(engine, [entry for entry in stored if not entry.trainable])
     if engine.lr_scheduler is not None and optimizer.schedule:
         engine.lr_scheduler.load_state_dict(optimizer.schedule)
     engine.skipped_steps = optimizer.skipped_steps
@@ -192,17 +193,15 @@ def _inner_state(
     return dict(template)
 
 
-def _load_rest(engine: Any, entries: list[Entry], stage: int) -> None:
+def _load_rest(engine: Any, entries: list[Entry]) -> None:
     """Frozen parameters and buffers, with the element type the model has them in. All ranks."""
-    import deepspeed
-
     parameters: dict[str, nn.Parameter] = dict(engine.module.named_parameters())
     buffers = dict(engine.module.named_buffers())
     for entry in entries:
         if entry.name in parameters:
             parameter = parameters[entry.name]
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=stage == 3):
-                if engine.global_rank == 0 or stage != 3:
-                    parameter.data.copy_(entry.read())
+            with gather.edit([parameter]):
+                if engine.global_rank == 0:
+                    parameter.copy_(entry.read())
         elif entry.name in buffers:
             buffers[entry.name].data.copy_(entry.read())

@@ -42,6 +42,7 @@ def restore(state: TrainState) -> None:
     saved = manifest.read(folder)
     if saved is None:
         raise UserError(Problem("checkpoint", str(folder), "it has no manifest", "choose an older one"))
+    _refuse_other_data(state, folder, saved.get("data_digest"))
     elastic.refuse_missing(state.engine.module, set(saved["parameters"]), folder)
     same = manifest.layout(saved) == manifest.layout_of(state.plan)
     say(state.run, f"loading {folder.name}" if same else f"loading {folder.name} into another layout")
@@ -97,6 +98,14 @@ def _check_step(state: TrainState, folder: Path, step: int) -> None:
                 "choose an older checkpoint",
             )
         )
+
+
+def _refuse_other_data(state: TrainState, folder: Path, expected: str | None) -> None:
+    """The options name the same corpus, or the launcher had refused them; its files may be others by now."""
+    if None not in (expected, state.data_digest) and expected != state.data_digest:
+        why = f"its files hold other samples now: the checkpoint was trained on {expected}"
+        fix = "bring the files back, or start a new run with model.init_from=CHECKPOINT"
+        raise UserError(Problem("data", f"{state.data_digest}", f"{folder.name}: {why}", fix))
 
 
 def _apply_hyper_parameters(state: TrainState) -> None:

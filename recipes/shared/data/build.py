@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from launcher.errors import Problem, UserError, raise_if
 from recipes.shared.data.corpus import check_length, open_corpus
+from recipes.shared.data.kinds.chat import ChatSource
 from recipes.shared.data.kinds.hub import HubSource
 from recipes.shared.data.kinds.jsonl import JsonlSource
 from recipes.shared.data.kinds.stdlib import StdlibSource
@@ -38,6 +39,7 @@ KINDS: dict[str, type] = {
     "jsonl": JsonlSource,
     "tokens": TokensSource,
     "hub": HubSource,
+    "chat": ChatSource,
 }
 NOT_OF_THE_KIND = {"kind", "cache_dir"}  # read by `make_source` and by the caller
 
@@ -78,7 +80,7 @@ def prepare(data: Mapping[str, Any], sequence_length: int, cache_root: Path) -> 
                     _build(source, folder)
         except OSError as error:
             raise UserError(_disk_problem(error, cache_root)) from error
-    check_length(read_meta(folder), sequence_length)
+    check_length(folder, read_meta(folder), sequence_length)
     return folder
 
 

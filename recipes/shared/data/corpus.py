@@ -9,7 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.errors import Problem, raise_if
-from recipes.shared.data.meta import DataMeta, read_meta
+from recipes.shared.data.conversations import Conversations
+from recipes.shared.data.layouts import Packed, Padded
+from recipes.shared.data.meta import CONVERSATIONS, DataMeta, read_meta
+from recipes.shared.data.samples import Samples
 from recipes.shared.data.windows import TokenWindows
 
 
@@ -20,7 +23,7 @@ def open_corpus(folder: Path, sequence_length: int) -> tuple[DataMeta, TokenWind
     Raises: UserError when a split is shorter than one sample; FileNotFoundError when nothing was prepared there.
     """
     meta = read_meta(folder)
-    check_length(meta, sequence_length)
+    check_length(folder, meta, sequence_length)
     train = TokenWindows(folder / meta.train_file, sequence_length, dtype=meta.dtype, num_tokens=meta.train_tokens)
     validation = TokenWindows(
         folder / meta.validation_file,
@@ -32,8 +35,30 @@ def open_corpus(folder: Path, sequence_length: int) -> tuple[DataMeta, TokenWind
     return meta, train, validation
 
 
-def check_length(meta: DataMeta, sequence_length: int) -> None:
+def open_conversations(folder: Path, sequence_length: int, packing: bool) -> tuple[DataMeta, Packed | Padded, Padded]:
+    """Opens what `prepare` returned for data.kind=chat: (meta, training samples, validation samples).
+
+    Validation samples are never packed: the loss of an evaluation is one of the same conversations whatever `packing`.
+    Not collective. Raises: UserError when no conversation of a split has a response within sequence_length tokens.
+    """
+    meta = read_meta(folder)
+    train, validation = _conversations(folder, meta, sequence_length)
+    kind = Packed if packing else Padded
+    return meta, kind(train, sequence_length, meta.pad), Padded(validation, sequence_length, meta.pad)
+
+
+def open_validation(folder: Path, sequence_length: int) -> Samples:
+    """The validation samples of any kind of corpus, as an evaluation reads them."""
+    if read_meta(folder).layout == CONVERSATIONS:
+        return open_conversations(folder, sequence_length, packing=False)[2]
+    return open_corpus(folder, sequence_length)[2]
+
+
+def check_length(folder: Path, meta: DataMeta, sequence_length: int) -> None:
     """Raises UserError unless both splits hold at least one sample of sequence_length tokens."""
+    if meta.layout == CONVERSATIONS:
+        _conversations(folder, meta, sequence_length)
+        return
     fixes = {
         "training": ("train_tokens", "a smaller train.sequence_length, or more data"),
         "validation": (
@@ -54,3 +79,27 @@ def check_length(meta: DataMeta, sequence_length: int) -> None:
                 )
             )
     raise_if(problems)
+
+
+def _conversations(folder: Path, meta: DataMeta, sequence_length: int) -> tuple[Conversations, Conversations]:
+    splits = {
+        "training": (meta.train_file, meta.train_samples),
+        "validation": (meta.validation_file, meta.validation_samples),
+    }
+    opened = {
+        split: Conversations(folder / file, sequence_length, meta.dtype, count)
+        for split, (file, count) in splits.items()
+    }
+    raise_if(
+        [
+            Problem(
+                where="train.sequence_length",
+                got=f"{sequence_length} tokens per sample",
+                why=f"none of the {found.dropped} conversations of the {split} split has a response within them",
+                fix="a larger train.sequence_length",
+            )
+            for split, found in opened.items()
+            if not len(found)
+        ]
+    )
+    return opened["training"], opened["validation"]

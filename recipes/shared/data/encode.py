@@ -55,12 +55,12 @@ class FolderEncoder:
         from transformers import AutoTokenizer  # deferred: takes a second, and byte corpora do not need it
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds here: OSError, ValueError, KeyError, its parsers'
             raise UserError(_unreadable(folder, f"transformers cannot load it: {_first_line(error)}")) from error
-        highest = max(self._tokenizer.get_vocab().values(), default=-1)  # len() is less when ids have gaps
-        self.vocab_size = max(len(self._tokenizer), highest + 1)
-        self.separator: int | None = self._tokenizer.eos_token_id
+        highest = max(self.tokenizer.get_vocab().values(), default=-1)  # len() is less when ids have gaps
+        self.vocab_size = max(len(self.tokenizer), highest + 1)
+        self.separator: int | None = self.tokenizer.eos_token_id
         if self.vocab_size < 1:
             raise UserError(_unreadable(folder, "its vocabulary is empty"))
 
@@ -68,7 +68,7 @@ class FolderEncoder:
         """int64 [num_tokens] per text."""
         strings = [text.decode("utf-8") for text in texts]
         # verbose=False: the warning about the model's maximum length is not about a corpus
-        ids = self._tokenizer(strings, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self.tokenizer(strings, add_special_tokens=False, verbose=False)["input_ids"]
         return [np.asarray(row, dtype=np.int64) for row in ids]
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 META_FILE = "meta.json"
+WINDOWS, CONVERSATIONS = "windows", "conversations"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class DataMeta:
     train_file: str = "train.bin"  # relative to the cache folder, or absolute for files used in place
     validation_file: str = "validation.bin"
     validation_start: int = 0  # in tokens: where validation begins when it is the tail of the training file
+    layout: str = WINDOWS  # or CONVERSATIONS, each a sample of its own length
+    train_samples: int = 0  # conversations, as the next ones
+    validation_samples: int = 0
+    pad: int = 0  # id that fills up what conversations leave of a row
+    ends: list[int] = field(default_factory=list)  # ids that end a response
 
 
 def read_meta(folder: Path) -> DataMeta:

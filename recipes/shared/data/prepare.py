@@ -11,20 +11,32 @@ from typing import Any
 
 from launcher.plan import Plan
 from recipes.shared.data.build import prepare
-from recipes.shared.data.corpus import check_length
-from recipes.shared.data.meta import read_meta
+from recipes.shared.data.corpus import open_conversations
+from recipes.shared.data.meta import CONVERSATIONS, read_meta
+from recipes.shared.own_code import make_data
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """Prepares request["data"]; answers with its folder, vocabulary and sizes. Raises UserError for a bad corpus."""
+    """Prepares request["data"]; answers with its folder, vocabulary and sizes, and what to tell the user.
+
+    Raises UserError for a bad corpus.
+    """
+    if request["data"]["kind"] == "custom":
+        make_data(request["data"], request["source"])
+        known = dict.fromkeys(("folder", "vocab_size", "train_tokens", "tokenizer"))
+        return known | {"source": request["data"]["target"], "notes": []}
     folder = prepare(request["data"], request["sequence_length"], Path(request["data"]["cache_dir"]))
     meta = read_meta(folder)
-    check_length(meta, request["sequence_length"])
+    notes = []
+    if meta.layout == CONVERSATIONS:
+        notes = [open_conversations(folder, request["sequence_length"], request["data"]["packing"])[1].describe()]
     return {
         "folder": str(folder),
         "vocab_size": meta.vocab_size,
         "train_tokens": meta.train_tokens,
         "source": meta.source,
+        "tokenizer": meta.tokenizer,
+        "notes": notes,
     }
 
 

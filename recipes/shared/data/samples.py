@@ -6,7 +6,7 @@ Must never decide the order of samples (that is `order`), or know ranks and batc
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,3 +23,11 @@ class Samples(Protocol):
 
     def weights(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """What each sample counts in a mean loss, float64 [n], above 0: for a language model its number of labels."""
+
+
+@runtime_checkable
+class Grouped(Samples, Protocol):
+    """One that says which samples of a step are better met in one micro-batch. The step itself stays the same set."""
+
+    def grouped(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same samples, neighbours alike; a function of the set alone."""

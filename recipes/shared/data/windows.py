@@ -63,3 +63,27 @@ class TokenWindows:
         # numpy would wrap a negative index round to the end of the corpus without a word
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < self._num_windows), "window out of range"
         return self._windows[indices].astype(np.int64)
+
+
+class Halves:
+    """Token windows for an encoder-decoder: it reads the first half of each, and writes the second.
+
+    This is prefix language modelling. Of an odd length the first half is the shorter one.
+    """
+
+    def __init__(self, windows: TokenWindows) -> None:
+        self.windows = windows
+        self.read = windows.sequence_length // 2
+
+    def __len__(self) -> int:
+        """Number of whole windows."""
+        return len(self.windows)
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.generic]]:
+        """`input_ids` and `labels` of the windows `indices`, int64 [n, read] and [n, the rest]."""
+        tokens = self.windows.tokens(indices)
+        return {"input_ids": tokens[:, : self.read], "labels": np.ascontiguousarray(tokens[:, self.read :])}
+
+    def weights(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Tokens that are written of each window; float64 [n]."""
+        return np.full(len(indices), self.windows.sequence_length - self.read, dtype=np.float64)

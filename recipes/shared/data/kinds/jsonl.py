@@ -6,13 +6,11 @@ Must never skip a line it cannot read: only blank lines are passed over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Problem, UserError
-from recipes.shared.data.kinds.records import record_piece, split_of
+from recipes.shared.data.kinds.records import json_records, record_piece, split_of
 from recipes.shared.data.kinds.text import file_fingerprint, resolve_files
 from recipes.shared.data.meta import DataMeta
 from recipes.shared.data.writer import Piece, write_corpus
@@ -54,32 +52,10 @@ class JsonlSource:
     def _pieces(self) -> Iterator[Piece]:
         index = 0
         for file in self.train_files:
-            for record, place in _records(file, "data.files"):
+            for record, place in json_records(file, "data.files"):
                 split = "train" if self.validation_files else split_of(index, self.fraction)
                 yield record_piece(record, self.field, split, "data.files", place)
                 index += 1
         for file in self.validation_files:
-            for record, place in _records(file, "data.validation_files"):
+            for record, place in json_records(file, "data.validation_files"):
                 yield record_piece(record, self.field, "validation", "data.validation_files", place)
-
-
-def _records(path: Path, where: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """(object, "file:line") of every line that is not blank."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # a JSON error or text that is not UTF-8
-                raise UserError(_bad_line(where, place, line, f"the line is not valid JSON: {error}")) from error
-            if not isinstance(record, dict):
-                why = f"the line holds a JSON {type(record).__name__}, and an object is needed"
-                raise UserError(_bad_line(where, place, line, why))
-            yield record, place
-
-
-def _bad_line(where: str, place: str, line: bytes, why: str) -> Problem:
-    start = line[:60].decode("utf-8", "replace").rstrip()
-    return Problem(where, f"{place}: {start}", why, 'one object per line, such as {"text": "..."}')

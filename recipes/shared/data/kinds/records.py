@@ -1,12 +1,15 @@
-"""Makes pieces from records (one document each), and decides which records are held out for validation.
+"""Reads records, makes pieces of them (one document each), and decides which are held out for validation.
 
-Called by the kinds that read records: jsonl and hub.
+Called by the kinds that read records: jsonl, hub and chat.
 Must never depend on how many records there are: they are streamed.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from launcher.errors import Problem, UserError
@@ -40,3 +43,25 @@ def record_piece(record: Any, field: str, split: Split, where: str, place: str) 
     except UnicodeEncodeError as error:
         got, why = f"field {field!r} at {place}", "the text holds half of a surrogate pair and has no UTF-8 form"
         raise UserError(Problem(where, got, why, "mend or remove the record")) from error
+
+
+def json_records(path: Path, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """(object, "file:line") of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # a JSON error or text that is not UTF-8
+                raise UserError(_bad_line(where, place, line, f"the line is not valid JSON: {error}")) from error
+            if not isinstance(record, dict):
+                why = f"the line holds a JSON {type(record).__name__}, and an object is needed"
+                raise UserError(_bad_line(where, place, line, why))
+            yield record, place
+
+
+def _bad_line(where: str, place: str, line: bytes, why: str) -> Problem:
+    start = line[:60].decode("utf-8", "replace").rstrip()
+    return Problem(where, f"{place}: {start}", why, 'one object per line, such as {"text": "..."}')

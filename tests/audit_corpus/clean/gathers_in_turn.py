@@ -1,0 +1,32 @@
+"""Gathers of different parameters within one another."""
+
+import torch
+from torch import nn
+
+from recipes.shared import gather
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    loss = engine(ids).logsumexp(-1).mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def after(engine, folder):
+    with gather.read(engine.module.body.weight), gather.read(engine.module.head.weight):
+        return engine.module.body.weight.sum() + engine.module.head.weight.sum()

@@ -1,0 +1,25 @@
+"""Weights tied while the model is built."""
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids)))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    loss = engine(ids).logsumexp(-1).mean()
+    engine.backward(loss)
+    engine.step()

@@ -1,0 +1,25 @@
+"""Gradients are clipped by hand: none is."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    engine.backward(engine(ids).logsumexp(-1).mean())
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)  # trap: gradient
+    engine.step()

@@ -1,0 +1,30 @@
+"""A layer is frozen after the engine was built."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    loss = engine(ids).logsumexp(-1).mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def after(engine, folder):
+    for parameter in engine.module.head.parameters():
+        parameter.requires_grad = False  # trap: requires_grad

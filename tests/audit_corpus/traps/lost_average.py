@@ -1,0 +1,32 @@
+"""An average is swapped in for good, in a gather without a modifier rank."""
+
+import deepspeed
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    loss = engine(ids).logsumexp(-1).mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def after(engine, folder):
+    weight = engine.module.body.weight
+    with deepspeed.zero.GatheredParameters(weight):
+        weight.data = weight.data * 0.9  # trap: lost_edit

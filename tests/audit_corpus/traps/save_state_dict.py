@@ -1,0 +1,29 @@
+"""The state dict of a partitioned model is saved."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    return Net()
+
+
+def step(engine, ids):
+    loss = engine(ids).logsumexp(-1).mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def after(engine, folder):
+    torch.save(engine.module.state_dict(), folder / "model.pt")  # trap: state_dict

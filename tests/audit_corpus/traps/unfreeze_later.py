@@ -1,0 +1,28 @@
+"""A layer is unfrozen in the second step (deepspeedai/DeepSpeed#1767)."""
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+def build():
+    net = Net()
+    net.embed.requires_grad_(False)
+    return net
+
+
+def step(engine, ids):
+    engine.backward(engine(ids).logsumexp(-1).mean())
+    engine.step()
+    if engine.global_steps == 1:
+        engine.module.embed.requires_grad_(True)  # trap: requires_grad
