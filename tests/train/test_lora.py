@@ -35,6 +35,7 @@ from tests.plan.asking import planned, refused, refuses
 from tests.train.engines import GPT2, Engines, request
 from tests.train.running import Runs, launch, losses, records
 from tests.train.test_elastic_matrix import tensors
+from tests.train.test_export_job import request as export_request
 
 RELATIVE = 1e-5  # of a loss in fp32: the same sums in another order, over twenty steps
 LLAMA: dict[str, Any] = {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
@@ -93,9 +94,8 @@ def step(run: Path, number: int) -> Path:
 
 def exported(run: Path, form: str, target: Path, **changes: Any) -> Path:
     """What the export's job left for the launcher to name."""
-    asked = {"run_dir": str(run), "step": None, "source": None, "model_config": None, "dtype": "fp32", "lora": form}
-    asked |= {"dir": str(target), "max_shard_bytes": 10**9, "verify": True}
-    return Path(export.run_job(asked | changes)["staging"])
+    asked = export_request(run, target, lora=form, max_shard_bytes=10**9, **changes)
+    return Path(export.run_job(asked)["staging"])
 
 
 def validation_loss(run: Path, model: Any) -> float:
