@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from launcher.errors import Problem, UserError
-from recipes.shared.lora import base_of
+from recipes.shared.adapter_export import base_of
 from recipes.shared.losses import Batch, Objective
 
 

@@ -71,7 +71,7 @@ class IdleExperts(nn.Module):
         return ((self.leave(hidden).squeeze(-1) - target) ** 2).mean()
 
 
-class TwoHeads(nn.Module):
+class NumberAndSign(nn.Module):
     """Two objectives over one body, returned by name."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from recipes.shared.data.order import sample_indices
 from tests.plan.asking import planned
 from tests.train.engines import Engines
-from tests.train.own_models import TwoHeads, vectors
+from tests.train.own_models import NumberAndSign, vectors
 from tests.train.running import steps
 
 RELATIVE = 1e-5  # of a loss in fp32: sums over ranks in another order
@@ -26,7 +26,7 @@ WEIGHTS = {"number": 0.5, "sign": 2.0}
 PARTS = {"number": "number", "sign": "sign", "both": ""}
 LR = 0.01
 REQUEST = (
-    *("model=custom", "model.target=tests.train.own_models.TwoHeads"),
+    *("model=custom", "model.target=tests.train.own_models.NumberAndSign"),
     *("data=custom", "data.target=tests.train.own_models.vectors"),
     *("train.micro_batch_size=3", "train.gradient_accumulation_steps=2", "cluster.num_procs=2"),
     *("run.steps=3", "eval.every=0", "eval.samples=5", "schedule=constant", "optim=sgd"),
@@ -41,7 +41,7 @@ REQUEST = (
 def reference(seed: int) -> list[dict[str, float]]:
     """Losses, their weighted sum and norms of parts of three steps on whole batches of twelve."""
     torch.manual_seed(seed)
-    model, (training, _) = TwoHeads(), vectors()
+    model, (training, _) = NumberAndSign(), vectors()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     found = []
     for step in range(3):
@@ -80,7 +80,7 @@ def test_an_evaluation_is_of_the_weighted_sum(engines: Engines, tmp_path: Path) 
     plan = planned(*REQUEST, "zero=stage0", "run.steps=1", "deepspeed.optimizer.params.lr=1e-12")
     engines.run_recipe(plan, tmp_path)
     torch.manual_seed(plan.config.run.seed)
-    model, (_, validation) = TwoHeads(), vectors()
+    model, (_, validation) = NumberAndSign(), vectors()
     batch = validation.batch(np.arange(5))
     losses = model(**{name: torch.from_numpy(value) for name, value in batch.items()})["losses"]
     right = sum(WEIGHTS[name] * float(losses[name]) for name in WEIGHTS)
