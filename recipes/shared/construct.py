@@ -67,7 +67,7 @@ class ShardedConstruction(TorchFunctionMode):
         self.shards: dict[int, _Shard] = {}
         self.resident: OrderedDict[int, nn.Parameter] = OrderedDict()
         self.busy = False
-        self.peak_resident_bytes = 0
+        self.peak_resident_bytes = self.freed_bytes = 0
 
     def __enter__(self) -> ShardedConstruction:
         self.hook = register_module_module_registration_hook(self._on_attach)
@@ -124,6 +124,15 @@ class ShardedConstruction(TorchFunctionMode):
             self.resident.pop(id(parameter), None)
         finally:
             self.busy = False
+        self._freed(parameter.numel() * parameter.element_size())
+
+    def _freed(self, size_bytes: int) -> None:
+        """Gives freed pages back now and then: the next parameter did not fit the hole of the last, and the whole model
+        was in memory though none of it was."""
+        self.freed_bytes += size_bytes
+        if self.freed_bytes > RESIDENT_BYTES:
+            self.freed_bytes = 0
+            _trim_heap()
 
     def _mine(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a flat parameter, padded with zeros to the same number on every rank."""
@@ -174,7 +183,6 @@ class _Stream(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         construction, model, dtype, read = self.stream
-        freed = 0
         for name, parameter in model.named_parameters():
             if id(parameter) in construction.shards:
                 construction._load(parameter)
@@ -189,10 +197,7 @@ class _Stream(nn.Module):
             parameter.data = parameter.data.reshape(-1) if parameter.dim() == 0 else parameter.data
             yield parameter
             parameter.ds_shape = shape  # DeepSpeed 0.19.8 cannot broadcast a scalar, but gathers one by its shape
-            freed += shape.numel() * parameter.element_size()
-            if freed > RESIDENT_BYTES:
-                freed = 0
-                _trim_heap()
+            construction._freed(shape.numel() * parameter.element_size())
 
 
 def _trim_heap() -> None:

@@ -71,6 +71,22 @@ class IdleExperts(nn.Module):
         return ((self.leave(hidden).squeeze(-1) - target) ** 2).mean()
 
 
+class NumberAndSign(nn.Module):
+    """Two objectives over one body, returned by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.number, self.sign = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, vectors: torch.Tensor, kinds: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Mean squared error of the number, cross-entropy of its sign."""
+        hidden = torch.tanh(self.body(vectors))
+        error = (self.number(hidden).squeeze(-1) - target) ** 2
+        logits = self.sign(hidden).squeeze(-1)
+        sign = nn.functional.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype))
+        return {"losses": {"number": error.mean(), "sign": sign}}
+
+
 class UsedOutside(nn.Module):
     """deepspeedai/DeepSpeed#930: a parent reads a row, and the norm, of parameters of its children."""
 
@@ -122,3 +138,28 @@ class NoLoss(nn.Module):
 def recipe(plan: Any, run_dir: Any) -> None:
     """A recipe that leaves a word."""
     (run_dir.path / "word").write_text(plan.config.recipe.target)
+
+
+class Choice(nn.Module):
+    """One of two heads, by the rows it gets; nothing of its name or its children's tells that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        """[n, WIDTH] and [n] -> [n]."""
+        found: torch.Tensor = (self.odd if int(kinds[0]) % 2 else self.even)(hidden)
+        return found.squeeze(-1)
+
+
+class TwoHeads(nn.Module):
+    """deepspeedai/DeepSpeed#7998: a head that one rank calls, and another does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.choice = nn.Linear(WIDTH, WIDTH), Choice()
+
+    def forward(self, vectors: torch.Tensor, kinds: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Mean squared error."""
+        return ((self.choice(torch.tanh(self.enter(vectors)), kinds) - target) ** 2).mean()

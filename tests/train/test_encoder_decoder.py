@@ -20,10 +20,11 @@ from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.data.splits import open_splits
 from recipes.shared.data.windows import Halves
-from recipes.shared.losses import Seq2Seq, objective_of
+from recipes.shared.losses import Seq2Seq
 from recipes.shared.model import from_config
+from recipes.shared.objective import objective_of
 from tests.plan.asking import planned, refuses
-from tests.train.engines import Engines
+from tests.train.engines import Engines, unjudged
 from tests.train.running import losses
 from tests.train.test_export_job import request as export_request
 
@@ -73,6 +74,12 @@ def test_labels_are_not_shifted_and_sample_losses_average_to_the_loss() -> None:
     assert found.tolist() == pytest.approx([float(loss) for loss in alone], rel=1e-6)
     counts = torch.tensor([8.0, 5.0, 2.0])
     assert float((found * counts).sum() / counts.sum()) == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_conversations_are_refused() -> None:
+    chat = ("recipe=finetune", "data=chat", "data.tokenizer=/t", "data.files=[/c.jsonl]", "model.init_from=/m")
+    with refuses("would read the responses"):
+        open_splits(unjudged(*T5, *chat))
 
 
 def test_a_configuration_without_a_first_token_of_the_decoder_is_refused() -> None:

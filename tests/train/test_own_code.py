@@ -22,8 +22,8 @@ from recipes.shared import profile
 from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.data.splits import open_splits
-from recipes.shared.losses import Own
 from recipes.shared.own_code import make_model
+from recipes.shared.own_losses import Own
 from tests.plan.asking import ROOT, planned, refused, refuses
 from tests.train.engines import Engines
 from tests.train.running import launch, losses, records
@@ -127,6 +127,23 @@ def test_idle_experts_and_parameters_used_outside_change_nothing(
         assert losses(tmp_path / str(stage)) == pytest.approx(expected, rel=RELATIVE), stage
     effective = json.loads((tmp_path / "3" / "effective.json").read_text())
     assert effective["leaf_modules"] == (["Experts"] if model == "IdleExperts" else [])
+
+
+def test_a_module_that_is_named_may_be_used_in_part(engines: Engines, tmp_path: Path) -> None:
+    """deepspeedai/DeepSpeed#7998: head B is called on one rank alone."""
+    named = (*own("TwoHeads"), *ONE_ROW, "model.leaf_modules=[Choice]")
+    for stage in (0, 1, 3):
+        engines.run_recipe(planned(*named, f"zero=stage{stage}"), tmp_path / str(stage))
+    expected = losses(tmp_path / "0")
+    assert losses(tmp_path / "1") == pytest.approx(expected, rel=RELATIVE)
+    assert losses(tmp_path / "3") == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_stage_2_stops_where_ranks_use_different_modules(engines: Engines, tmp_path: Path) -> None:
+    """It would go on with sums of gradients of different heads, and a loss that looks like one."""
+    with pytest.raises(AssertionError, match="gradients of different parameters"):
+        engines.run_recipe(planned(*own("TwoHeads"), *ONE_ROW, "zero=stage2"), tmp_path / "run")
+    assert losses(tmp_path / "run") == []
 
 
 def test_experts_that_may_be_idle_are_refused_at_stage_2(engines: Engines, tmp_path: Path) -> None:

@@ -42,12 +42,16 @@ def open_splits(plan: Plan, ranks: Any = None) -> Splits:
     data, length = plan.config.data, plan.config.train.sequence_length
     if data["kind"] == "custom":
         return _agreed(Splits(*make_data(data, plan.config.run.source), None, None), data, ranks)
+    halves = plan.config.model.target is None and is_encoder_decoder(plan.config.model.config)
+    if halves and data["kind"] == "chat":
+        why = "an encoder-decoder would read the responses that it is to write"
+        raise UserError(Problem("data.kind", "chat", why, "use a model that continues a sequence, or data=custom"))
     folder = prepare(data, length, Path(data["cache_dir"])) if ranks is None else corpus_folder(plan, ranks)
     if data["kind"] == "chat":
         meta, packed, padded = open_conversations(folder, length, data["packing"])
         return Splits(packed, padded, meta.unigram_entropy, meta.digest)
     meta, training, validation = open_corpus(folder, length)
-    if plan.config.model.target is None and is_encoder_decoder(plan.config.model.config):
+    if halves:
         return Splits(Halves(training), Halves(validation), meta.unigram_entropy, meta.digest)
     return Splits(training, validation, meta.unigram_entropy, meta.digest)
 
