@@ -114,16 +114,11 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
         fix = "add mode=explain, or leave key out"
         raise UserError(Problem("key", str(cfg.key), f"mode={cfg.mode} does not read it", fix))
     recipe = str(cfg.recipe.name)
-    if recipe == "export" and cfg.export.get("source") is not None:
-        if cfg.run.dir is not None:
-            fix = "leave one of the two out"
-            raise UserError(Problem("export.source", str(cfg.export.source), "run.dir names a checkpoint too", fix))
-        return export.export(compose.to_run_config(cfg), None)
-    if recipe in ("resume", "export"):
+    if recipe == "export":
+        return _exported(cfg, overrides)
+    if recipe == "resume":
         old = load_run(compose.to_run_config(cfg).run.dir)
-        request = _stored(cfg, overrides, old, recipe)
-        if recipe == "export":
-            return export.export(request.config, old)
+        request = _stored(cfg, overrides, old)
     else:
         request = _new(cfg, overrides, trial)
     replaced = provenance.replaced(request.folded, request.origin)
@@ -181,22 +176,43 @@ def _known(request: Request) -> Known:
     return Known(config, deepspeed, sources, HydraConfig.get().runtime.choices, request.overrides)
 
 
-def _stored(cfg: DictConfig, overrides: list[str], old: RunDir, recipe: str) -> Request:
-    """The request of an existing run with this command line's changes."""
+def _exported(cfg: DictConfig, overrides: list[str]) -> run.Outcome:
+    """The export of a run with this command line's changes, or of a folder. The job starts while these are composed."""
+    typed = compose.to_run_config(cfg)
+    old = None if typed.export.source is not None else load_run(typed.run.dir)
+    if old is None and typed.run.dir is not None:
+        fix = "leave one of the two out"
+        raise UserError(Problem("export.source", str(cfg.export.source), "run.dir names a checkpoint too", fix))
+
+    def config() -> RunConfig:
+        return typed if old is None else _changed(cfg, compose.recompose(old, overrides, "export")[0])
+
+    if typed.mode == "plan":
+        return export.plan(config(), old)
+    with run.worker("export") as ask:
+        return export.export(config(), old, ask)
+
+
+def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:
+    """The request of an existing run that goes on with this command line's changes."""
     ran = read_plan(old.plan).config.recipe.name
     stored = compose.to_run_config(compose.recompose(old, [], ran)[0])
-    job = "export" if recipe == "export" else ran
-    composed, request, choices = compose.recompose(old, overrides, job)
-    config = compose.to_run_config(composed)
-    config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
-    if recipe != "export":
-        raise_if(changed_options(stored, config))
-        before = read_plan(old.plan)
-        typed = {path for path, _ in compose.typed_paths(overrides)}
-        world_size = resolve(config.cluster, config.launch).world_size
-        config = rebatched(config, before.batch, world_size, before.world_size, typed)
+    composed, request, choices = compose.recompose(old, overrides, ran)
+    config = _changed(cfg, composed)
+    raise_if(changed_options(stored, config))
+    before = read_plan(old.plan)
+    typed = {path for path, _ in compose.typed_paths(overrides)}
+    world_size = resolve(config.cluster, config.launch).world_size
+    config = rebatched(config, before.batch, world_size, before.world_size, typed)
     origin = provenance.given(choices, compose.typed_paths(request))
     return Request(config, request, provenance.continued(old.sources(), stored, config, origin))
+
+
+def _changed(cfg: DictConfig, composed: DictConfig) -> RunConfig:
+    """A stored request, typed, with this command line's mode."""
+    config = compose.to_run_config(composed)
+    config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
+    return config
 
 
 def _planned(config: RunConfig) -> Plan:

@@ -23,7 +23,7 @@ from launcher.model_source import complete_model
 from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
-FREE_MAPS = ("deepspeed", "model.config", "data.config", "cluster.env")
+FREE_MAPS = ("deepspeed", "model.config", "data.config", "cluster.env", "train.objectives", "parameters.norms")
 PATH_KEYS_DATA = (
     *("files", "validation_files", "train", "validation", "data_files"),
     *("tokenizer", "chat_template", "cache_dir"),
@@ -128,7 +128,8 @@ def rewrite_overrides(arguments: list[str]) -> list[str]:
         if text.lstrip("+").startswith("checkpoint.async="):
             text = text.replace("async", "background", 1)
         bare = text.lstrip("+")
-        free = not text.startswith("-") and bare.startswith(tuple(f"{name}." for name in FREE_MAPS))
+        starts = tuple(f"{name}{after}" for name in FREE_MAPS for after in (".", "={"))
+        free = not text.startswith("-") and bare.startswith(starts)
         rewritten.append(f"++{bare}" if free and "=" in bare else text)
     return rewritten
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,25 @@ from launcher.rundir import RunDir, write_json
 from launcher.schema import RunConfig
 
 
-def export(config: RunConfig, old: RunDir | None) -> run.Outcome:
-    """Exports a checkpoint of run `old`, or of the folder `export.source`; raises UserError when it cannot."""
+def plan(config: RunConfig, old: RunDir | None) -> run.Outcome:
+    """Shows what `export` would write; raises UserError for a request that is none."""
     raise_if(export_problems(config.export))
     request = _request(config, old)
-    if config.mode == "plan":
-        shown = {key: request[key] for key in ("run_dir", "source", "dtype", "dir", "max_shard_bytes", "verify")}
-        chosen = request["source"]
-        if old is not None:
-            chosen = run.whole_checkpoint(old, config.export.step, config.export.best)["checkpoint"]
-        shown["checkpoint"] = chosen
-        render.export_plan(shown, as_json=config.plan.format == "json")
-        return run.Outcome(EXIT_OK, None, [])
-    answer = run.ask_worker("export", request)
+    shown = {key: request[key] for key in ("run_dir", "source", "dtype", "dir", "max_shard_bytes", "verify")}
+    shown["checkpoint"] = request["source"]
+    if old is not None:
+        shown["checkpoint"] = run.whole_checkpoint(old, config.export.step, config.export.best)["checkpoint"]
+    render.export_plan(shown, as_json=config.plan.format == "json")
+    return run.Outcome(EXIT_OK, None, [])
+
+
+def export(config: RunConfig, old: RunDir | None, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> run.Outcome:
+    """Exports a checkpoint of run `old`, or of the folder `export.source`; raises UserError when it cannot.
+
+    `ask`: the job's process, from `run.worker`.
+    """
+    raise_if(export_problems(config.export))
+    answer = ask(_request(config, old))
     staging, provenance = Path(answer.pop("staging")), answer.pop("provenance")
     if config.export.verify and old is not None:
         answer["verified"] |= _reloaded(answer, staging, provenance["fixed_batch_loss"], old)

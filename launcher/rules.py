@@ -55,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     rules_request.counts_are_positive,
     rules_request.numbers_are_finite,
     rules_request.export_is_sound,
+    rules_model.objectives_are_those_of_an_own_module,
     rules_model.sequence_fits_the_model,
     rules_model.model_shape_is_sound,
     rules_model.own_module_has_no_hugging_face_options,

@@ -43,6 +43,15 @@ PARALLEL: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
+def objectives_are_those_of_an_own_module(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
+    """Hugging Face's language models return one loss."""
+    weights = config.train.objectives
+    if not weights or config.model.target is not None:
+        return None
+    why = "only a module of your own returns several losses by name"
+    return Problem("train.objectives", str(weights), why, "leave it out, or use model=custom model.target=MODULE.NAME")
+
+
 def sequence_fits_the_model(config: RunConfig, cluster: Cluster, ds: dict[str, Any]) -> Problem | None:
     """An encoder-decoder reads half of a sequence and writes the rest; T5 counts distances, its n_positions is idle."""
     fields = config.model.config

@@ -170,19 +170,39 @@ def measured_parameters(config: RunConfig) -> int | None:
 
 def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
     """Runs one short job of `recipes` in a process of its own: JSON in, JSON out; its UserErrors become ours."""
-    process = subprocess.run(
+    with worker(job) as ask:
+        return ask(request)
+
+
+@contextlib.contextmanager
+def worker(job: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """The same, to be asked once or not at all: the process loads what it needs meanwhile, and does nothing."""
+    process = subprocess.Popen(
         local_worker_command("--job", job),
-        input=json.dumps(request),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=env.child_environment({"DS_ACCELERATOR": "cpu"}),  # short jobs take no GPU
-        check=False,
     )
+
+    def ask(request: dict[str, Any]) -> dict[str, Any]:
+        said, _ = process.communicate(json.dumps(request))
+        return _answer(job, said, process.returncode)
+
+    with process:  # never asked, it finds the end of its input, and leaves
+        try:
+            yield ask
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _answer(job: str, said: str, code: int) -> dict[str, Any]:
     try:
-        answer = json.loads(process.stdout.strip().splitlines()[-1])
+        answer = json.loads(said.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         raise UserError(
-            Problem(job, f"exit code {process.returncode}", "the process died; its output is above", "see its output"),
+            Problem(job, f"exit code {code}", "the process died; its output is above", "see its output"),
             code=EXIT_TRAINING,
         ) from None
     if "problems" in answer:

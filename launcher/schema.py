@@ -41,6 +41,8 @@ class TrainSection:
     """Samples per forward pass and rank when fewer than two of the three above are given."""
     sequence_length: int
     """Tokens per sample."""
+    objectives: dict[str, float]
+    """Weights of the losses that a module of your own returns by name: {ctr: 1.0, dwell: 0.3}; empty: its one loss."""
 
 
 @dataclass
@@ -89,6 +91,8 @@ class ParametersSection:
     """Groups, the first that fits takes a parameter: [{match: [NAME*], max_dim: 1, weight_decay: 0, lr_scale: 0.1}]."""
     frozen: list[str]
     """Patterns of the names of parameters that are not trained."""
+    norms: dict[str, list[str]]
+    """Parts whose gradient norm is recorded at every step, by names of parameters: {ctr: ['ctr_head.*']}."""
 
 
 @dataclass

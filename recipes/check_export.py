@@ -17,13 +17,13 @@ import torch
 from launcher.errors import EXIT_TRAINING, Problem, UserError
 from launcher.plan import Plan, read_plan
 from launcher.rundir import RunDir
+from recipes.shared.adapter_export import ADAPTER_CONFIG
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.splits import open_splits
 from recipes.shared.evaluate import on_device
 from recipes.shared.hf_config import DTYPES, make_config, model_class
 from recipes.shared.hf_files import CONFIG
-from recipes.shared.lora import ADAPTER_CONFIG
-from recipes.shared.losses import objective_of
+from recipes.shared.objective import objective_of
 from recipes.shared.own_code import make_model
 from recipes.shared.pretrained import load_whole
 

@@ -7,35 +7,36 @@ Must never put anything under the target's name, or replace what is there.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
+import numpy as np
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan, read_plan
-from launcher.rundir import RunDir, existing_parent, read_json, write_json
+from launcher.rundir import RunDir, existing_parent, write_json
+from recipes.shared.adapter_export import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.checkpoint import find, foreign, manifest
 from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.average import averaged
-from recipes.shared.checkpoint.reader import BUFFER, Checkpoint, Entry, open_checkpoint
-from recipes.shared.hf_config import DTYPES
+from recipes.shared.checkpoint.entries import BUFFER, Checkpoint, Entry
+from recipes.shared.checkpoint.reader import open_checkpoint
+from recipes.shared.elements import FP16_MAX, OF_PLANS, Array, Element, element, is_floating
 from recipes.shared.hf_files import CONFIG, GENERATION, TEMPLATE, copy_tokenizer, described_in, write_model_config
-from recipes.shared.lora import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.progress import Progress
-from recipes.shared.safetensors_writer import Item, Shard, checksum, layout, write_index, write_shard
+from recipes.shared.safetensors_reader import differing
+from recipes.shared.safetensors_writer import Item, Shard, layout, write_index, write_shard
+from recipes.shared.staging import PROGRESS, continued, note, staging_of
 
-PART_ELEMENTS = 2**23  # 32 MiB of fp32: what a thread holds of a tensor that changes its element type
-THREADS = 8
-PROGRESS, LOCK = "progress.json", "lock"
+PART_ELEMENTS = 2**18  # 1 MiB of fp32 stays in a core's cache while it is cast, summed and written; 32 MiB took 4 times
+THREADS = 8  # within a file
+FILES = 2  # at a time: while one is synced and read back, the next is written
 OWN_MODEL = "model.json"  # the target and keyword arguments of a module of the user's own
 
 
@@ -47,21 +48,18 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     checkpoint = open_checkpoint(source.shards)
     if request["weights"] == AVERAGE:
         checkpoint = averaged(checkpoint, source.shards)
-    items = [_item(entry, DTYPES[request["dtype"]]) for entry in exported(checkpoint, source.adapter, request["lora"])]
+    dtype = element(OF_PLANS[request["dtype"]])
+    items = [_item(entry, dtype) for entry in exported(checkpoint, source.adapter, request["lora"])]
     alone = request["lora"] == ADAPTER
     shards = layout(items, request["max_shard_bytes"])
     if alone:
         shards = [_only(shards, request["max_shard_bytes"])]
     wanted = _identity(source.shards, request)
-    with _staging(target) as staging:
-        done = _continued(staging, wanted)
+    with staging_of(target) as staging:
+        done = continued(staging, wanted)
         _refuse_small_disk(target, shards, done)
-        started = time.perf_counter()
-        _write(shards, staging, done, wanted)
-        copy_s = time.perf_counter() - started
+        copy_s = _write(shards, staging, done, wanted, request["verify"])
         _write_model_files(source, request["dtype"], staging, alone)
-        if request["verify"]:
-            _verify(shards, staging, done)
         answer = {
             "dir": str(target),
             "dtype": request["dtype"],
@@ -129,34 +127,18 @@ def _source(request: dict[str, Any]) -> _Source:
     return _Source(shards, saved["hugging_face"], Path(tokenizer), saved.get("adapter"), own, template)
 
 
-def _item(entry: Entry | Merged, dtype: torch.dtype) -> Item:
+def _item(entry: Entry | Merged, dtype: Element) -> Item:
     """Floating-point weights become `dtype`; buffers keep their own element type."""
-    kept = entry.kind == BUFFER or not entry.dtype.is_floating_point
+    kept = entry.kind == BUFFER or not is_floating(entry.dtype)
     return Item(entry.name, entry.shape, entry.dtype if kept else dtype, lambda: _parts(entry, kept, dtype))
 
 
-def _parts(entry: Entry | Merged, kept: bool, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _parts(entry: Entry | Merged, kept: bool, dtype: Element) -> Iterator[Array]:
     for part in entry.parts(PART_ELEMENTS):
-        if not kept and dtype == torch.float16 and bool((part.abs() > torch.finfo(dtype).max).any()):
+        if not kept and dtype == np.float16 and bool((np.abs(part) > FP16_MAX).any()):
             why = f"{entry.name} has values beyond fp16's range, which would become infinite"
             raise UserError(Problem("export.dtype", "fp16", why, "use export.dtype=bf16 or fp32"))
         yield part
-
-
-@contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """The temporary folder of this target, for one process at a time; an interrupted export's is taken up again."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.exporting")
-    staging.mkdir(exist_ok=True)
-    with (staging / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            why = "another export is writing it at this moment"
-            raise UserError(Problem("export.dir", str(target), why, "wait, or add export.dir=ANOTHER_FOLDER")) from None
-        yield staging
-        (staging / LOCK).unlink()
 
 
 def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -167,18 +149,6 @@ def _identity(shards: Path, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _continued(staging: Path, wanted: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """{file: checksums of its tensors} of what an earlier attempt at the same finished; anything else is removed."""
-    progress = read_json(staging / PROGRESS) or {}
-    done = progress["done"] if progress.get("made_from") == wanted else {}
-    done = {file: digests for file, digests in done.items() if (staging / file).is_file()}
-    for path in staging.iterdir():
-        if path.name not in (LOCK, *done):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
-    return done
-
-
 def _refuse_small_disk(target: Path, shards: list[Shard], done: dict[str, Any]) -> None:
     needed = sum(item.nbytes for shard in shards if shard.file not in done for item in shard.items)
     free = shutil.disk_usage(existing_parent(target)).free
@@ -187,42 +157,48 @@ def _refuse_small_disk(target: Path, shards: list[Shard], done: dict[str, Any]) 
         raise UserError(Problem("export.dir", str(target), why, "make room, or add export.dir=A_FOLDER_ELSEWHERE"))
 
 
-def _write(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]], wanted: dict[str, Any]) -> None:
-    """Every file that is not there yet; `done` gets its checksums."""
-    missing = [shard for shard in shards if shard.file not in done]
-    with Progress("exported", sum(item.nbytes for shard in missing for item in shard.items)) as progress:
-        for shard in missing:
-            done[shard.file] = write_shard(shard, staging, _threads(), progress.advance)
-            write_json(staging / PROGRESS, {"made_from": wanted, "done": done})
+def _write(
+    shards: list[Shard], staging: Path, done: dict[str, dict[str, str]], wanted: dict[str, Any], verify: bool
+) -> float:
+    """Every file that is not there yet, and what it holds compared with what the checkpoint gave, if `verify`.
+
+    `done` gets the checksums. Returns the seconds until the last file was on the disk.
+    """
+    missing, lock, started = {shard.file for shard in shards} - done.keys(), threading.Lock(), time.perf_counter()
+    sizes = {shard.file: sum(item.nbytes for item in shard.items) for shard in shards}
+    copied = [started]
+
+    def finish(shard: Shard) -> set[str]:
+        if shard.file in missing:
+            digests = write_shard(shard, staging, _threads(), progress.advance)
+            with lock:
+                copied.append(time.perf_counter())
+                done[shard.file] = digests
+                note(staging, wanted, done)
+        return differing(shard, staging, done[shard.file], _threads(), progress.advance) if verify else set()
+
+    total = sum(sizes[file] for file in missing) + (sum(sizes.values()) if verify else 0)
+    what = "written and verified" if verify else "written"
+    with Progress(what, total) as progress, ThreadPoolExecutor(FILES) as pool:
+        try:
+            for shard, result in [(shard, pool.submit(finish, shard)) for shard in shards]:
+                if odd := result.result():
+                    pool.shutdown(cancel_futures=True)
+                    raise _differs(staging, shard, odd)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     write_index(shards, staging)
-
-
-def _verify(shards: list[Shard], staging: Path, done: dict[str, dict[str, str]]) -> None:
-    """Every file is read again, by the library that its readers use, and compared with what the checkpoint gave."""
-    total = sum(item.nbytes for shard in shards for item in shard.items)
-    with Progress("verified", total) as progress, ThreadPoolExecutor(_threads()) as pool:
-        for shard in shards:
-            file: Any = safe_open(staging / shard.file, "pt")
-            odd = set(file.keys()) ^ {item.name for item in shard.items}
-
-            def differs(item: Item, file: Any = file, odd: set[str] = odd, shard: Shard = shard) -> bool:
-                tensor = None if item.name in odd else file.get_tensor(item.name)
-                same = tensor is not None and (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype)
-                progress.advance(item.nbytes)
-                return not same or checksum(tensor) != done[shard.file][item.name]
-
-            odd |= {item.name for item, wrong in zip(shard.items, pool.map(differs, shard.items), strict=True) if wrong}
-            if odd:
-                raise _differs(staging, shard, ", ".join(sorted(odd)[:3]))
+    return copied[-1] - started
 
 
 def _threads() -> int:
     return min(THREADS, len(os.sched_getaffinity(0)))
 
 
-def _differs(staging: Path, shard: Shard, what: str) -> UserError:
+def _differs(staging: Path, shard: Shard, names: set[str]) -> UserError:
     shutil.rmtree(staging)
-    why = f"{what} in {shard.file} is not what was read from the checkpoint"
+    why = f"{', '.join(sorted(names)[:3])} in {shard.file} is not what was read from the checkpoint"
     return UserError(Problem("export.verify", str(staging), why, "export again; if it persists, the disk is failing"))
 
 
@@ -249,5 +225,7 @@ def _provenance(source: Path, checkpoint: Checkpoint, folder: Path, done: dict[s
         "zero_stage": checkpoint.stage,
         "tied": {base_name(name): base_name(other) for name, other in checkpoint.tied.items()},
         **{key: saved.get(key) for key in kept},
-        "files": {file: {"bytes": (folder / file).stat().st_size, "tensors_xxh3_128": done[file]} for file in done},
+        "files": {
+            file: {"bytes": (folder / file).stat().st_size, "tensors_xxh3_128": done[file]} for file in sorted(done)
+        },
     }

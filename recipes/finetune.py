@@ -11,7 +11,7 @@ from launcher.rundir import RunDir
 from recipes.shared import distributed
 from recipes.shared.adapter import trained_targets
 from recipes.shared.answers import Answers
-from recipes.shared.apart import refuse_mixed
+from recipes.shared.apart import refuse_mixed, refuse_others
 from recipes.shared.audit import auditor
 from recipes.shared.checkpoint.load import restore
 from recipes.shared.data.corpus import open_conversations
@@ -29,6 +29,7 @@ from recipes.shared.trackers import make_tracker
 def run(plan: Plan, run_dir: RunDir) -> None:
     """All ranks. Ends with a checkpoint and, on rank 0, control/result.json."""
     ranks = distributed.initialise(plan)
+    refuse_others(plan)
     audit = auditor.begin(plan, run_dir)
     distributed.say(run_dir, "building the model")
     length, packing = plan.config.train.sequence_length, plan.config.data["packing"]

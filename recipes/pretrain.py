@@ -16,9 +16,9 @@ from recipes.shared.data.splits import open_splits
 from recipes.shared.effective import record_effective
 from recipes.shared.engine import build_engine
 from recipes.shared.loop import train
-from recipes.shared.losses import objective_of
 from recipes.shared.metrics import Metrics
 from recipes.shared.model import build_model
+from recipes.shared.objective import objective_of
 from recipes.shared.state import TrainState
 from recipes.shared.trackers import make_tracker
 

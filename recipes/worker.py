@@ -66,12 +66,15 @@ def main() -> int:
 
 
 def run_job(name: str) -> int:
-    """One job: request as JSON on stdin, answer (or problems) as one JSON line on stdout."""
+    """One job: request as JSON on stdin, answer (or problems) as one JSON line on stdout; none where none is asked."""
     answer_to = os.dup(1)
     os.dup2(2, 1)  # libraries print on stdout; the answer must be alone there
-    request = json.load(sys.stdin)
+    job = importlib.import_module(JOBS[name])  # the launcher may still be composing the request
+    request = sys.stdin.read()
+    if not request:
+        return 0
     try:
-        answer = importlib.import_module(JOBS[name]).run_job(request)
+        answer = job.run_job(json.loads(request))
     except UserError as error:
         answer = {"problems": [dataclasses.asdict(problem) for problem in error.problems], "code": error.code}
     with os.fdopen(answer_to, "w") as file:

@@ -106,9 +106,7 @@ def unused(source: Source) -> Iterator[Hit]:
 
 
 def _models(source: Source) -> Iterator[ast.ClassDef]:
-    for node in source.nodes:
-        if isinstance(node, ast.ClassDef) and any(last(base).endswith(("Module", "Model")) for base in node.bases):
-            yield node
+    return (node for node in source.nodes if isinstance(node, ast.ClassDef) and node.name in source.models)
 
 
 def _own(node: ast.AST) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 LEAVES = ("weight", "bias")  # what nearly every layer calls its parameters
 LISTS = ("parameters", "named_parameters")
 GATHERS = ("GatheredParameters", "gather.read", "gather.edit")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+MODEL_BASES = ("Module", "Model", "Function")  # how the names of classes end that a model is derived from
 
 
 def last(node: ast.AST | None) -> str:
@@ -71,8 +71,21 @@ class Source:
 
     def in_model(self, node: ast.AST) -> bool:
         """Whether a node lies in the class of a model, where DeepSpeed makes parameters whole."""
-        classes = (n for n in self.above(node) if isinstance(n, ast.ClassDef))
-        return any(last(base).endswith(("Module", "Model", "Function")) for n in classes for base in n.bases)
+        return any(isinstance(outer, ast.ClassDef) and outer.name in self.models for outer in self.above(node))
+
+    @cached_property
+    def models(self) -> set[str]:
+        """Classes of the file that are models, by their bases or by those of their bases in it."""
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        found: set[str] = set()
+        for _ in classes:
+            names = {
+                n.name for n in classes for base in n.bases if last(base).endswith(MODEL_BASES) or last(base) in found
+            }
+            if names == found:
+                break
+            found = names
+        return found
 
     def gather(self, node: ast.AST) -> ast.Call | None:
         """The gather in whose block a node lies."""

@@ -7,8 +7,9 @@ Must never take the loss's word for it.
 from __future__ import annotations
 
 from launcher.errors import EXIT_TRAINING, Problem, UserError
+from recipes.shared.adapter_export import NAME, PREFIX
 from recipes.shared.checkpoint.reader import open_checkpoint
-from recipes.shared.lora import LISTED, NAME, PREFIX
+from recipes.shared.lora import LISTED
 from recipes.shared.state import TrainState
 
 

@@ -1,4 +1,4 @@
-"""Whether a model keeps conversations apart that lie in one row: asked of the model itself before it is trained so.
+"""Whether a model can be trained on conversations, and keeps those apart that lie in one row: asked of it beforehand.
 
 Called by recipes on every rank, where samples are packed.
 Must never trust the name of a model or of an attention kernel: one that ignores positions mixes them without a word.
@@ -10,11 +10,24 @@ import numpy as np
 import torch
 
 from launcher.errors import Problem, UserError
+from launcher.plan import Plan
 from recipes.shared.data.layouts import Packed, Padded
+from recipes.shared.hf_config import is_encoder_decoder
 from recipes.shared.state import TrainState
 
 LENGTH = 8  # tokens of each of the two conversations
 RELATIVE = 1e-3  # of the largest logit: far below what a mixed-in token does, far above any kernel's noise
+
+
+def refuse_others(plan: Plan) -> None:
+    """Raises UserError for a model that does not continue its input as Hugging Face's causal ones do. Any rank."""
+    section = plan.config.model
+    if section.target is not None:
+        why = "a module of your own says itself what its loss is, and conversations are learned by their responses"
+        raise UserError(Problem("model.target", section.target, why, "use recipe=custom, or a Hugging Face model"))
+    if is_encoder_decoder(section.config):
+        why = "it reads its input with an encoder; a conversation is one text, in which the responses are learned"
+        raise UserError(Problem("model", str(section.config["model_type"]), why, "use a causal language model"))
 
 
 def refuse_mixed(state: TrainState, training: Packed | Padded) -> None:

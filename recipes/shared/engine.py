@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from launcher.errors import Problem, UserError
+from launcher.errors import Problem, raise_if
 from launcher.plan import Plan
 from recipes.shared import gather, masters, startup
 from recipes.shared.groups import parameter_groups
@@ -27,7 +27,7 @@ LISTED = 5
 def build_engine(plan: Plan, model: nn.Module) -> Any:
     """The engine over `model` with the optimizer and schedule of the plan's DeepSpeed dict. All ranks."""
     startup.prepare(plan)
-    _refuse_empty(model)
+    _refuse_untrainable(model)
     parameters = parameter_groups(plan, model)
     mark_leaf_modules(plan, model)
     with sent_as_vectors(model):
@@ -40,13 +40,23 @@ def build_engine(plan: Plan, model: nn.Module) -> Any:
     return engine
 
 
-def _refuse_empty(model: nn.Module) -> None:
-    """A trained parameter of no elements: DeepSpeed fails to lay it out, at every stage in another way."""
+def _refuse_untrainable(model: nn.Module) -> None:
+    """What DeepSpeed fails on at every stage, in the first step and without a name: no elements, sparse gradients."""
     empty = [name for name, p in model.named_parameters() if p.requires_grad and gather.numel(p) == 0]
+    sparse = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    ]
+    problems = []
     if empty:
         why = f"{len(empty)} trained parameter(s) have no elements, and no engine can be built of them"
         fix = "leave out layers without inputs or outputs, or freeze them: requires_grad_(False)"
-        raise UserError(Problem("model", ", ".join(empty[:LISTED]), why, fix))
+        problems.append(Problem("model", ", ".join(empty[:LISTED]), why, fix))
+    if sparse:
+        why = "DeepSpeed neither sums nor applies sparse gradients"
+        problems.append(Problem("model", ", ".join(sparse[:LISTED]), why, "build the embedding with sparse=False"))
+    raise_if(problems)
 
 
 def global_grad_norm(engine: Any) -> float | None:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from recipes.shared.lora import base_of
+from recipes.shared.adapter_export import base_of
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TEMPLATE = "chat_template.jinja"

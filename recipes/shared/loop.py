@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from recipes.shared.engine import plain_grad_norm
 from recipes.shared.evaluate import evaluate, on_device
 from recipes.shared.losses import Batch, Objective
 from recipes.shared.metrics import Metrics, record_compute_speed
+from recipes.shared.own_losses import terms_of
+from recipes.shared.parts import Parts
 from recipes.shared.state import TrainState
 
 
@@ -45,6 +48,7 @@ def train(
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
     state.fixed_batch_loss = lambda: evaluate(state, validation, objective, SAMPLES)
     check_fixed_batch(state)
+    parts = Parts(state.engine, plan.config.parameters.norms)
     average = averaging(state.engine, plan.config.ema.decay)
     say(state.run, "training")
     metrics.start()
@@ -56,14 +60,15 @@ def train(
         return judged(evaluate(state, validation, objective), state, metrics)
 
     while state.step < plan.config.run.steps and not stopping:
-        loss, lr, grad_norm = take_step(state, training, objective)
+        taken = take_step(state, training, objective, parts)
         if average is not None:
             average.update()
 
         watch.at("loss over all ranks")
-        mean_loss, stopping, measure = stop.agree(loss)
+        means, stopping, measure = stop.agree([taken.loss, *taken.terms.values()])
         last = stopping or state.step == plan.config.run.steps
-        metrics.step(mean_loss, lr, grad_norm)
+        terms = dict(zip(taken.terms, means[1:], strict=True))
+        metrics.step(means[0], taken.lr, taken.grad_norm, terms, taken.part_norms)
 
         if measure:
             record_compute_speed(state)
@@ -82,26 +87,38 @@ def train(
         save(state, metrics.recorded())
 
 
-def take_step(
-    state: TrainState, training: Samples, objective: Objective
-) -> tuple[torch.Tensor, float, torch.Tensor | None]:
-    """One optimizer step: (this rank's part of the mean loss, the learning rate, the norm if the engine has none)."""
-    engine, losses, grad_norm = state.engine, torch.zeros((), device=state.ranks.device), None
+@dataclass
+class Taken:
+    """An optimizer step: this rank's part of the mean loss, of each of its terms, and what all ranks know of it."""
+
+    loss: torch.Tensor
+    terms: dict[str, torch.Tensor]
+    lr: float
+    grad_norm: torch.Tensor | None = None
+    part_norms: dict[str, float] = field(default_factory=dict)
+
+
+def take_step(state: TrainState, training: Samples, objective: Objective, parts: Parts) -> Taken:
+    """Forward and backward of every micro-batch, then the optimizer's step. All ranks."""
+    engine, nothing = state.engine, torch.zeros((), device=state.ranks.device)
     micro_batches = step_batches(state, training)
-    lr = float(engine.optimizer.param_groups[0]["lr"])
+    taken = Taken(nothing.clone(), {}, float(engine.optimizer.param_groups[0]["lr"]))
     watch.arm(state.plan.config.watch.stall_s)
     for number, (batch, share) in enumerate(micro_batches, 1):
         watch.at("forward", state.step + 1)
         loss = objective.loss(engine, batch) * share
         watch.at("backward")
         engine.backward(loss)
-        losses += loss.detach()
+        taken.loss += loss.detach()
+        for name, term in terms_of(objective).items():
+            taken.terms[name] = taken.terms.get(name, nothing) + term * share / len(micro_batches)
         if number == len(micro_batches):
-            grad_norm = plain_grad_norm(engine)
+            taken.grad_norm, taken.part_norms = plain_grad_norm(engine), parts.gradient_norms()
         watch.at("optimizer step" if number == len(micro_batches) else "accumulation")
         engine.step()
     state.step += 1
-    return losses / len(micro_batches), lr, grad_norm
+    taken.loss /= len(micro_batches)
+    return taken
 
 
 def judged(loss: float | None, state: TrainState, metrics: Metrics) -> bool:
@@ -147,15 +164,13 @@ class StopRequest:
     def _note(self, number: int, frame: Any) -> None:
         self.signalled = True
 
-    def agree(self, loss: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
-        """(mean loss over ranks, whether any rank was asked to stop, whether to measure speed) in one all-reduce."""
+    def agree(self, values: list[torch.Tensor]) -> tuple[list[float], bool, bool]:
+        """(means over ranks, whether any was asked to stop, whether to measure speed), in one all-reduce."""
         run, main = self.state.run, self.state.ranks.is_main
         stop = self.signalled or (main and run.stop_request.exists())
         measure = main and run.measure_request.exists()
-        all_three = torch.zeros(3, dtype=torch.float64, device=loss.device)
-        all_three[0] = loss
-        if stop or measure:
-            all_three[1:] = torch.tensor([float(stop), float(measure)])
-        dist.all_reduce(all_three)
-        mean, stops, measures = all_three.tolist()
-        return torch.tensor(mean / self.state.ranks.world_size), stops > 0, measures > 0
+        asked = torch.tensor([float(stop), float(measure)], dtype=torch.float64, device=values[0].device)
+        everything = torch.cat([asked, torch.stack(values).double()])
+        dist.all_reduce(everything)
+        stops, measures, *sums = everything.tolist()
+        return [value / self.state.ranks.world_size for value in sums], stops > 0, measures > 0

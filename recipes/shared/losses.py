@@ -6,16 +6,10 @@ Must never reduce over ranks: the loop does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
-
-from launcher.errors import Problem, UserError
-from launcher.plan import Plan
-from recipes.shared.hf_config import is_encoder_decoder
-from recipes.shared.lora import base_of
 
 Batch = dict[str, torch.Tensor]
 NO_LABEL = -100  # of tokens that are not to be predicted
@@ -59,52 +53,6 @@ class Seq2Seq:
     def sample_losses(self, engine: Any, batch: Batch) -> torch.Tensor:
         """Mean over the labels of each sample; fp32 [n]."""
         return _means(engine(**batch).logits, batch["labels"])
-
-
-class Own:
-    """What a module of the user's own returns: see `recipes.shared.own_code`."""
-
-    def loss(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """The loss that its forward gives; scalar. Raises UserError where it gives none."""
-        output = engine(**batch)
-        found: Any = output if torch.is_tensor(output) else getattr(output, "loss", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("loss")
-        if not torch.is_tensor(found) or found.numel() != 1:
-            got = f"a {type(output).__name__}" if found is None else f"{type(found).__name__} {_shape(found)}"
-            why = "it is no scalar, nor has it a scalar `loss`"
-            fix = "return the mean loss of the batch, or an object or mapping with it as `loss`"
-            raise UserError(Problem("the model's forward", got, why, fix))
-        return found.reshape(())
-
-    def sample_losses(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """What its `sample_losses` gives, fp32 [n]; where it has none, the losses of its samples one at a time."""
-        model = base_of(getattr(engine, "module", engine))
-        count = len(next(iter(batch.values())))
-        if not hasattr(model, "sample_losses"):
-            each = [{name: value[n : n + 1] for name, value in batch.items()} for n in range(count)]
-            return torch.stack([self.loss(engine, one) for one in each]).float()
-        model.forward = model.sample_losses  # called by the engine, so that at stage 3 parameters are there
-        try:
-            found = engine(**batch)
-        finally:
-            del model.forward
-        if not torch.is_tensor(found) or tuple(found.shape) != (count,):
-            why = f"it is not one loss for each of {count} samples"
-            fix = "return a tensor [samples], or leave the method out"
-            raise UserError(Problem("the model's sample_losses", _shape(found), why, fix))
-        return found.float()
-
-
-def objective_of(plan: Plan) -> Objective:
-    """What a model of this plan minimises."""
-    if plan.config.model.target is not None:
-        return Own()
-    return Seq2Seq() if is_encoder_decoder(plan.config.model.config) else CausalLM()
-
-
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if torch.is_tensor(value) else type(value).__name__
 
 
 def _means(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

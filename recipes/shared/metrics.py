@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,8 +42,18 @@ class Metrics:
         """Starts the clock of the next step."""
         self.clock = time.perf_counter()
 
-    def step(self, loss: torch.Tensor, lr: float, grad_norm: torch.Tensor | None) -> None:
-        """Records the step just taken: mean loss over ranks, the learning rate it used, norm before clipping."""
+    def step(
+        self,
+        loss: float,
+        lr: float,
+        grad_norm: torch.Tensor | None,
+        terms: Mapping[str, float],
+        part_norms: Mapping[str, float],
+    ) -> None:
+        """Records the step just taken: mean loss over ranks, the learning rate it used, norm before clipping.
+
+        `terms`: means of what the loss is the weighted sum of; `part_norms`: gradient norms of parts of the model.
+        """
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
         self.first_step_time = self.first_step_time or time.time()
@@ -54,16 +65,18 @@ class Metrics:
         self._write(
             {
                 "step": self.state.step,
-                "loss": float(loss),
+                "loss": loss,
                 "lr": lr,
                 "grad_norm": norm,
                 "step_s": round(elapsed, 6),
                 "tokens_per_s": round(batch * length / elapsed, 3),
                 "samples_seen": self.state.samples_seen,
                 "peak_bytes": peak_bytes(self.state.ranks.device),
+                **{f"loss/{name}": value for name, value in terms.items()},
+                **{f"grad_norm/{name}": value for name, value in part_norms.items()},
             }
         )
-        self.canary.see(self.state.step, float(loss), norm, int(self.state.engine.skipped_steps))
+        self.canary.see(self.state.step, loss, norm, int(self.state.engine.skipped_steps))
 
     def evaluation(self, loss: float | None) -> None:
         """Records an evaluation; its time does not count as a step's."""

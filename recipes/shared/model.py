@@ -16,10 +16,11 @@ from torch import nn
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
+from recipes.shared.adapter_export import PREFIX, base_name
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
 from recipes.shared.hf_config import DTYPES, make_config, model_class
-from recipes.shared.lora import PREFIX, adapted, base_name
+from recipes.shared.lora import adapted
 from recipes.shared.own_code import make_model
 from recipes.shared.pretrained import load_whole, match, open_weights
 

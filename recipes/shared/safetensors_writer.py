@@ -14,21 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 import xxhash
 
-_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from recipes.shared.elements import SAFETENSORS, Array, Element, cast
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -38,8 +28,8 @@ class Item:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: Callable[[], Iterator[torch.Tensor]]
+    dtype: Element
+    parts: Callable[[], Iterator[Array]]
 
     @property
     def nbytes(self) -> int:
@@ -104,18 +94,13 @@ def write_shard(shard: Shard, folder: Path, threads: int, written: Callable[[int
     return digests
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """Checksum of a tensor's bytes, as `write_shard` returns it."""
-    return xxhash.xxh3_128_hexdigest(_bytes(tensor))
-
-
 def _header(shard: Shard) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and where in the file each tensor begins."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, offset = {}, 0
     for item in shard.items:
         entries[item.name] = {
-            "dtype": _NAMES[item.dtype],
+            "dtype": SAFETENSORS[item.dtype.name],
             "shape": list(item.shape),
             "data_offsets": [offset, offset + item.nbytes],
         }
@@ -130,7 +115,7 @@ def _header(shard: Shard) -> tuple[bytes, dict[str, int]]:
 def _write_item(item: Item, handle: int, start: int, written: Callable[[int], None]) -> str:
     state, end = xxhash.xxh3_128(), start + item.nbytes
     for part in item.parts():
-        data = _bytes(part.to(item.dtype))
+        data = _bytes(cast(part, item.dtype))
         state.update(data)
         done = 0
         while done < len(data):
@@ -141,5 +126,5 @@ def _write_item(item: Item, handle: int, start: int, written: Callable[[int], No
     return state.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

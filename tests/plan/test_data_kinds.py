@@ -71,7 +71,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def test_every_shipped_data_file_names_exactly_the_options_of_its_kind() -> None:
-    files = sorted(CONF.glob("*.yaml"))
+    files = [file for file in sorted(CONF.glob("*.yaml")) if file.stem != "custom"]  # which prepares nothing
     assert [file.stem for file in files] == sorted(KINDS) and len(files) == 6
     for file in files:
         lines = file.read_text(encoding="utf-8").splitlines()

@@ -153,6 +153,11 @@ CASES = [
         ("model=gpt2_small", "model.config.model_type=t5", "train.sequence_length=1025"),
     ),
     Case(
+        "objectives_are_those_of_an_own_module",
+        ("train.objectives={ctr: 1.0}",),
+        ("model=custom", "model.target=tests.train.own_models.NoLoss", "train.objectives={ctr: 1.0}"),
+    ),
+    Case(
         "own_module_has_no_hugging_face_options",
         ("model=custom", "model.target=tests.train.own_models.NoLoss", "model.attn_implementation=sdpa"),
         ("model=custom", "model.target=tests.train.own_models.NoLoss"),

@@ -30,6 +30,7 @@ from launcher.rundir import RunDir
 from recipes import pretrain
 from recipes.shared.audit.auditor import Audit
 from recipes.shared.construct import ShardedConstruction
+from recipes.shared.losses import CausalLM
 from recipes.worker import _failure
 
 STEPS = 2
@@ -59,15 +60,14 @@ def strict(case: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_with_a_trap(case: dict[str, Any]) -> dict[str, Any]:
     """The recipe as workers run it, with an objective that looks at a weight beside the forward."""
-    plan, losses = Plan.from_json(case["plan"]), pretrain.CausalLM
 
-    class Penalised(losses):  # type: ignore[misc, valid-type]  # a variable's class
+    class Penalised(CausalLM):
         def loss(self, engine: Any, batch: Any) -> Any:
             return super().loss(engine, batch) + engine.module.lm_head.weight.norm()
 
-    pretrain.CausalLM = Penalised
+    pretrain.objective_of = lambda plan: Penalised()
     try:
-        pretrain.run(plan, RunDir(case["run_dir"]))
+        pretrain.run(Plan.from_json(case["plan"]), RunDir(case["run_dir"]))
         ended: list[Any] = []
     except UserError as error:
         ended = [error.problems[0].where, error.code]

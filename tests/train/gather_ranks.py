@@ -188,3 +188,15 @@ def held(case: dict[str, Any]) -> dict[str, Any]:
     shards = [p.ds_tensor for p in model.parameters()] if plan.zero_stage == 3 else list(model.parameters())
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in shards}
     return {"ranks": _every(sum(storages.values())), "whole": 4 * gather.parameter_counts(model).total}
+
+
+def sparse_embedding(case: dict[str, Any]) -> dict[str, Any]:
+    """An embedding that gives sparse gradients."""
+    plan = Plan.from_json(case["plan"])
+    model: Any = build_model(plan, distributed.initialise(plan))
+    model.get_input_embeddings().sparse = True
+    try:
+        build_engine(plan, model)
+    except UserError as error:
+        return {"said": f"{error.problems[0].got}: {error.problems[0].why}"}
+    return {"said": ""}

@@ -71,6 +71,22 @@ class IdleExperts(nn.Module):
         return ((self.leave(hidden).squeeze(-1) - target) ** 2).mean()
 
 
+class NumberAndSign(nn.Module):
+    """Two objectives over one body, returned by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.number, self.sign = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, vectors: torch.Tensor, kinds: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        """Mean squared error of the number, cross-entropy of its sign."""
+        hidden = torch.tanh(self.body(vectors))
+        error = (self.number(hidden).squeeze(-1) - target) ** 2
+        logits = self.sign(hidden).squeeze(-1)
+        sign = nn.functional.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype))
+        return {"losses": {"number": error.mean(), "sign": sign}}
+
+
 class UsedOutside(nn.Module):
     """deepspeedai/DeepSpeed#930: a parent reads a row, and the norm, of parameters of its children."""
 

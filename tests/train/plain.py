@@ -16,8 +16,8 @@ from recipes.shared.data.order import sample_indices
 from recipes.shared.data.splits import open_splits
 from recipes.shared.evaluate import on_device
 from recipes.shared.lora import adapted
-from recipes.shared.losses import objective_of
 from recipes.shared.model import from_config
+from recipes.shared.objective import objective_of
 
 
 def initial_model(plan: Plan) -> torch.nn.Module:

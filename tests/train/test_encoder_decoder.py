@@ -20,8 +20,9 @@ from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.data.splits import open_splits
 from recipes.shared.data.windows import Halves
-from recipes.shared.losses import Seq2Seq, objective_of
+from recipes.shared.losses import Seq2Seq
 from recipes.shared.model import from_config
+from recipes.shared.objective import objective_of
 from tests.plan.asking import planned, refuses
 from tests.train.engines import Engines, unjudged
 from tests.train.running import losses

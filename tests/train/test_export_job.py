@@ -10,6 +10,7 @@ import fcntl
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from recipes import export
 from recipes.shared import safetensors_writer
 from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.reader import open_checkpoint
-from tests.train.running import Runs, launch
+from tests.train.running import ROOT, Runs, launch
 from tests.train.test_parity import overrides
 
 
@@ -64,7 +65,6 @@ def test_an_export_that_was_cut_off_goes_on_at_the_next_file(
     kept = {name: (staging / name).stat().st_mtime_ns for name in written}
     (staging / "model-00004.part").write_text("half")
     written.clear()
-    monkeypatch.setattr(export, "write_shard", lambda shard, *rest: written.append(shard.file) or {})
     monkeypatch.setattr(export, "write_shard", safetensors_writer.write_shard)
     answer = export.run_job(request(run, target))
     assert Path(answer["staging"]) == staging
@@ -80,7 +80,7 @@ def test_what_was_cut_off_is_not_continued_as_something_else(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(export, "_verify", interrupted)
+        patched.setattr(export, "_write_model_files", interrupted)
         export.run_job(request(run, tmp_path / "export"))
     answer = export.run_job(request(run, tmp_path / "export", dtype="bf16", max_shard_bytes=10**9))
     names = sorted(path.name for path in Path(answer["staging"]).iterdir())
@@ -108,6 +108,63 @@ def test_a_file_that_is_not_what_was_read_is_found_and_removed(
     with pytest.raises(UserError, match="is not what was read from the checkpoint"):
         export.run_job(request(run, tmp_path / "export"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_file_that_is_wrong_stops_the_others_before_the_folder_goes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written beside each other: none may be written on into a folder that is being removed."""
+
+    def write(shard: Any, *rest: Any) -> dict[str, str]:
+        digests = safetensors_writer.write_shard(shard, *rest)
+        return dict.fromkeys(digests, "0") if "00001-of" in shard.file else digests
+
+    monkeypatch.setattr(export, "write_shard", write)
+    with pytest.raises(UserError, match="model-00001-of"):
+        export.run_job(request(run, tmp_path / "export"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"F32"', b'"I32"'), (b'"shape":[', b'"shape":[1,'), (b"norm", b"nrom")],
+    ids=["element", "shape", "name"],
+)
+def test_a_header_that_is_not_what_was_asked_for_is_found(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bytes, new: bytes
+) -> None:
+    """The bytes of every tensor are right; what the library reads from the header is not."""
+
+    def write(shard: Any, folder: Path, *rest: Any) -> dict[str, str]:
+        digests = safetensors_writer.write_shard(shard, folder, *rest)
+        content = (folder / shard.file).read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = content[8 : 8 + size].replace(old, new, 1).rstrip()
+        header += b" " * (-len(header) % 8)
+        (folder / shard.file).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        return digests
+
+    monkeypatch.setattr(export, "write_shard", write)
+    with pytest.raises(UserError, match="is not what was read from the checkpoint"):
+        export.run_job(request(run, tmp_path / "export", max_shard_bytes=10**9))
+
+
+ALONE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from recipes import export
+export.run_job(json.load(sys.stdin))
+print([name for name in ("torch", "transformers", "deepspeed", "peft") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_an_export_loads_no_torch(run: Path, tmp_path: Path, dtype: str) -> None:
+    """Importing it takes longer than copying a billion bytes."""
+    asked = json.dumps(request(run, tmp_path / "export", dtype=dtype))
+    script = [sys.executable, "-c", ALONE, str(ROOT)]
+    done = subprocess.run(script, input=asked, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_two_exports_to_one_folder_are_one_too_many(run: Path, tmp_path: Path) -> None:

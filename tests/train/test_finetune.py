@@ -27,7 +27,7 @@ from launcher.plan import Plan
 from launcher.resume import changed_options
 from launcher.rundir import RunDir, write_json
 from recipes.shared.adapter import trained_targets
-from recipes.shared.apart import refuse_mixed
+from recipes.shared.apart import refuse_mixed, refuse_others
 from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_conversations
@@ -173,6 +173,20 @@ def test_a_model_that_mixes_packs_is_refused_before_it_trains(runs: Runs) -> Non
     with refuses("data.packing", "LlamaForCausalLM", "does not tell them apart", "use data.packing=false"):
         refuse_mixed(state(False), training)
     refuse_mixed(state(False), samples(plan_of(runs, (1, "stage0", 2), "data.packing=false"))[0])
+
+
+def test_a_model_that_does_not_continue_a_text_is_refused(runs: Runs) -> None:
+    plan = plan_of(runs, (1, "stage0", 2))
+
+    def changed(**fields: Any) -> Plan:
+        model = dataclasses.replace(plan.config.model, **fields)
+        return dataclasses.replace(plan, config=dataclasses.replace(plan.config, model=model))
+
+    refuse_others(plan)
+    with refuses("t5", "it reads its input with an encoder"):
+        refuse_others(changed(config={"model_type": "t5"}))
+    with refuses("model.target", "my.Module", "use recipe=custom"):
+        refuse_others(changed(target="my.Module"))
 
 
 # --- one loss, whatever the layout -----------------------------------------------------------------------------------

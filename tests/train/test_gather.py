@@ -133,6 +133,13 @@ def test_a_trained_parameter_of_no_elements_is_named_before_the_engine_fails(eng
     assert said.startswith("table: 1 trained parameter(s) have no elements")
 
 
+@pytest.mark.parametrize("zero", STAGES)
+def test_sparse_gradients_are_refused_by_name(engines: Engines, zero: str) -> None:
+    """deepspeedai/DeepSpeed#1416: some versions skip them, this one fails in the first backward pass or step."""
+    said = asked(engines, "sparse_embedding", zero)["said"]
+    assert said == "model.embed_tokens: DeepSpeed neither sums nor applies sparse gradients"
+
+
 @pytest.mark.parametrize(("zero", "share"), [("stage2", 1.0), ("stage3", 0.5)])
 def test_a_rank_holds_its_share_of_the_model_once_it_is_built(engines: Engines, zero: str, share: float) -> None:
     """deepspeedai/DeepSpeed#8089: zero.Init before the process group is there makes every rank hold all of it."""

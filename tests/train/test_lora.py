@@ -23,9 +23,10 @@ from launcher.planner.shapes import count_adapter
 from launcher.resume import changed_options
 from launcher.rundir import RunDir, write_json
 from recipes import check_export, export
-from recipes.shared import lora
+from recipes.shared import adapter_export
 from recipes.shared.checkpoint import manifest
-from recipes.shared.checkpoint.reader import Checkpoint, open_checkpoint
+from recipes.shared.checkpoint.entries import Checkpoint
+from recipes.shared.checkpoint.reader import open_checkpoint
 from recipes.shared.data.build import prepare
 from recipes.shared.data.corpus import open_corpus
 from recipes.shared.lora import adapted
@@ -371,7 +372,7 @@ def test_the_command_line_exports_both_forms_and_reloads_them(runs: Runs, tmp_pa
 
 def test_a_run_without_an_adapter_has_none_to_export() -> None:
     with pytest.raises(UserError, match="not one of a run with peft=lora"):
-        lora.exported(Checkpoint((), {}, 3), None, "adapter")
+        adapter_export.exported(Checkpoint((), {}, 3), None, "adapter")
 
 
 @pytest.mark.parametrize("target", ["[q_proj]", "[all-linear]", "[k_proj,o_proj,down_proj]"])

@@ -23,8 +23,8 @@ from recipes.shared import profile
 from recipes.shared.checkpoint import manifest
 from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.data.splits import open_splits
-from recipes.shared.losses import Own
 from recipes.shared.own_code import make_model
+from recipes.shared.own_losses import Own
 from tests.plan.asking import ROOT, planned, refused, refuses
 from tests.train.engines import Engines
 from tests.train.running import launch, losses, records

@@ -54,6 +54,7 @@ NOT_PROVEN = {
     "finetuning_begins_with_weights": NOT_ABOUT_THE_ENGINE,
     "conversations_are_finetuned": NOT_ABOUT_THE_ENGINE,
     "finetuned_models_go_on_in_one_sequence": NOT_ABOUT_THE_ENGINE,
+    "objectives_are_those_of_an_own_module": NOT_ABOUT_THE_ENGINE,
     "packs_are_kept_apart": "flash attention needs a GPU; what keeps packs apart elsewhere is proven in test_finetune",
     "generation_needs_prompts": NOT_ABOUT_THE_ENGINE,
     "peft_is_known": NOT_ABOUT_THE_ENGINE,

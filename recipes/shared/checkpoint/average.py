@@ -10,7 +10,8 @@ import dataclasses
 from pathlib import Path
 
 from launcher.errors import Problem, UserError
-from recipes.shared.checkpoint.reader import Checkpoint, open_optimizer
+from recipes.shared.checkpoint.entries import Checkpoint
+from recipes.shared.checkpoint.reader import open_optimizer
 
 KEY = "ema"  # the average's name among the optimizer's states
 

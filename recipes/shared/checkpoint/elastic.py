@@ -18,7 +18,8 @@ from torch import nn
 from launcher.errors import Problem, UserError
 from recipes.shared import gather
 from recipes.shared.checkpoint.average import KEY as AVERAGE
-from recipes.shared.checkpoint.reader import Entry, OptimizerState, open_checkpoint, open_optimizer
+from recipes.shared.checkpoint.entries import Entry
+from recipes.shared.checkpoint.reader import OptimizerState, open_checkpoint, open_optimizer
 from recipes.shared.state import TrainState
 
 # Optimizers whose state is a step and tensors of the parameter's own shape.
@@ -92,7 +93,8 @@ def _load_stage3(
         for key, entries in tensors.items():
             flat, offset = torch.zeros(sum(shares)), 0
             for parameter, share in zip(group, shares, strict=True):
-                entries[names[id(parameter)]].read_into(flat[offset : offset + share], state.ranks.rank * share)
+                own = flat[offset : offset + share].numpy()
+                entries[names[id(parameter)]].read_into(own, state.ranks.rank * share)
                 offset += share
             flats[key].append(flat)
     optimizer._set_fp32_optimizer_param_groups()
@@ -126,7 +128,7 @@ def _load_stage12(
             for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[group], strict=True):
                 low, high = max(start, offset), min(start + size, offset + parameter.numel())
                 if low < high:
-                    entries[names[id(parameter)]].read_into(flat[low - start : high - start], low - offset)
+                    entries[names[id(parameter)]].read_into(flat[low - start : high - start].numpy(), low - offset)
             flats[key].append(flat)
     of_ranks: list[Any] = [None] * world_size
     of_ranks[rank] = {

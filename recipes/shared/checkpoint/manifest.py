@@ -22,20 +22,20 @@ NAME = "manifest.json"
 FORMAT = 2
 _OWN = "own_xxh3_128"  # of the manifest's own text, with nothing in this place
 READERS = 8  # files that are read at once: a network file system answers one reader slowly
-_CHUNK = 8 * 2**20
+_CHUNK_BYTES = 2**20  # stays in a core's cache: 8 MiB, allocated anew each time, took twice as long
 _OF_RANK = re.compile(r"(?:zero_pp_rank_|rng_rank)(\d+)")  # in names of files that one rank wrote
 _NAMED = 5  # of many missing files or ranks, so many are named
 
 
 def digest(path: Path, sync: bool = False) -> dict[str, Any]:
     """{"bytes", "xxh3_128"} of a file; with `sync` its content is on the disk when this returns."""
-    state, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
+    state, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
         if sync:
             os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-            size += len(chunk)
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+            size += count
     return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 

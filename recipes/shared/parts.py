@@ -1,0 +1,45 @@
+"""Parts of a model named in the request, and the norm of each one's gradient.
+
+Made by the loop before its first step; every rank asks for the norms between the last backward and the step.
+Must never be asked for on one rank alone: gradients are gathered.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+
+from launcher.errors import Problem, UserError
+from recipes.shared import gather
+
+
+class Parts:
+    """The parts of `parameters.norms`: {name: patterns of parameter names}. Raises UserError for one that is empty."""
+
+    def __init__(self, engine: Any, patterns: dict[str, list[str]]) -> None:
+        self.engine = engine
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self.parts = {}
+        for part, wanted in patterns.items():
+            names = [name for name in trained if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)]
+            if not names:
+                fix = f"names are like {', '.join(list(trained)[:3])}"
+                raise UserError(Problem(f"parameters.norms.{part}", str(wanted), "no trained parameter fits", fix))
+            self.parts[part] = [trained[name] for name in names]
+
+    def gradient_norms(self) -> dict[str, float]:
+        """{part: L2 norm of its averaged gradient before clipping}; a parameter without a gradient counts 0. All ranks.
+
+        One parameter of the part is whole at a time.
+        """
+        scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+        return {part: self._norm(parameters) / scale for part, parameters in self.parts.items()}
+
+    def _norm(self, parameters: list[torch.nn.Parameter]) -> float:
+        squares = 0.0
+        for parameter in parameters:
+            gradient = gather.full_gradient(parameter)
+            squares += 0.0 if gradient is None else float(gradient.double().square().sum())
+        return float(squares**0.5)
