@@ -6,6 +6,7 @@ Must never import torch, and never start anything before the plan stands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import tempfile
@@ -46,18 +47,21 @@ def main(argv: list[str] | None = None) -> int:
         render.text(help.text())
         return EXIT_OK
     if not {"--multirun", "-m"} & set(arguments):
-        return _execute(arguments, None)
+        if "recipe=export" not in arguments or "mode=plan" in arguments:
+            return _execute(arguments, None)
+        with run.worker("export") as ask:  # it loads what it needs while Hydra composes, and ends if nobody asks
+            return _execute(arguments, None, ask)
     with tempfile.TemporaryDirectory() as scratch:  # Hydra's sweeper writes a file there, even when trials only plan
         return _execute([*arguments, f"hydra.sweep.dir='{scratch}'"], _sweep_folder(arguments))
 
 
-def _execute(arguments: list[str], sweep: Path | None) -> int:
+def _execute(arguments: list[str], sweep: Path | None, ask: run.Ask | None = None) -> int:
     """Hands the command line to Hydra and returns the exit code; `sweep` is the folder of a sweep's trials."""
     trials: list[run.Outcome] = []
     env.show_full_hydra_errors()
     sys.argv = [str(ROOT / "launch.py"), *arguments]
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_task(trials, sweep))()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_task(trials, sweep, ask))()
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if type(error) is ValueError and not str(error).startswith("Config group override must be"):
             raise  # Hydra's only refusal of a request that is a plain ValueError: zero=3, zero=null
@@ -74,13 +78,13 @@ def _execute(arguments: list[str], sweep: Path | None) -> int:
     return next((trial.exit_code for trial in trials if trial.exit_code), EXIT_OK)
 
 
-def _task(trials: list[run.Outcome], sweep: Path | None) -> Callable[[DictConfig], None]:
+def _task(trials: list[run.Outcome], sweep: Path | None, ask: run.Ask | None) -> Callable[[DictConfig], None]:
     """The function Hydra calls once per trial."""
 
     def task(cfg: DictConfig) -> None:
         overrides = compose.typed_overrides(HydraConfig.get().overrides.task)
         try:
-            outcome = _one(cfg, overrides, sweep / str(HydraConfig.get().job.num) if sweep else None)
+            outcome = _one(cfg, overrides, sweep / str(HydraConfig.get().job.num) if sweep else None, ask)
         except UserError as error:
             render.problems(error.problems)
             outcome = run.Outcome(error.code, None, overrides, error="; ".join(p.why for p in error.problems))
@@ -101,8 +105,11 @@ class Request:
     folded: Folded | None = None
 
 
-def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outcome:
-    """One request: builds its plan, prints it or starts its recipe. `trial` is the run folder of a sweep's trial."""
+def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask | None) -> run.Outcome:
+    """One request: builds its plan, prints it or starts its recipe. `trial` is the run folder of a sweep's trial.
+
+    `ask`: an export's job that loads already.
+    """
     if cfg.get("mode") == "explain":
         render.explanation(describe(cfg.get("key"), _known(_new(cfg, overrides, trial))))
         return run.Outcome(EXIT_OK, None, overrides)
@@ -115,7 +122,7 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None) -> run.Outco
         raise UserError(Problem("key", str(cfg.key), f"mode={cfg.mode} does not read it", fix))
     recipe = str(cfg.recipe.name)
     if recipe == "export":
-        return _exported(cfg, overrides)
+        return _exported(cfg, overrides, ask)
     if recipe == "resume":
         old = load_run(compose.to_run_config(cfg).run.dir)
         request = _stored(cfg, overrides, old)
@@ -176,21 +183,26 @@ def _known(request: Request) -> Known:
     return Known(config, deepspeed, sources, HydraConfig.get().runtime.choices, request.overrides)
 
 
-def _exported(cfg: DictConfig, overrides: list[str]) -> run.Outcome:
-    """The export of a run with this command line's changes, or of a folder. The job starts while these are composed."""
+def _exported(cfg: DictConfig, overrides: list[str], ask: run.Ask | None) -> run.Outcome:
+    """The export of a run with this command line's changes, or of a folder; `ask`: its job, where it loads already."""
     typed = compose.to_run_config(cfg)
     old = None if typed.export.source is not None else load_run(typed.run.dir)
     if old is None and typed.run.dir is not None:
         fix = "leave one of the two out"
         raise UserError(Problem("export.source", str(cfg.export.source), "run.dir names a checkpoint too", fix))
-
-    def config() -> RunConfig:
-        return typed if old is None else _changed(cfg, compose.recompose(old, overrides, "export")[0])
-
+    config = typed if old is None else _export_of(typed, overrides, old)
     if typed.mode == "plan":
-        return export.plan(config(), old)
-    with run.worker("export") as ask:
-        return export.export(config(), old, ask)
+        return export.plan(config, old)
+    with contextlib.nullcontext(ask) if ask is not None else run.worker("export") as job:
+        return export.export(config, old, job)
+
+
+def _export_of(typed: RunConfig, overrides: list[str], old: RunDir) -> RunConfig:
+    """What run `old` was asked, with the options of export that this command line names, and its mode."""
+    stored = read_plan(old.plan).config
+    named = {path.removeprefix("export.") for path, _ in compose.typed_paths(overrides) if path.startswith("export.")}
+    section = dataclasses.replace(stored.export, **{name: getattr(typed.export, name) for name in named})
+    return dataclasses.replace(stored, export=section, mode=typed.mode, plan=typed.plan)
 
 
 def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:

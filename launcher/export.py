@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def plan(config: RunConfig, old: RunDir | None) -> run.Outcome:
     return run.Outcome(EXIT_OK, None, [])
 
 
-def export(config: RunConfig, old: RunDir | None, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> run.Outcome:
+def export(config: RunConfig, old: RunDir | None, ask: run.Ask) -> run.Outcome:
     """Exports a checkpoint of run `old`, or of the folder `export.source`; raises UserError when it cannot.
 
     `ask`: the job's process, from `run.worker`.

@@ -71,6 +71,9 @@ class Outcome:
     error: str | None = None
 
 
+Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job: the request in, its answer out
+
+
 def check(plan: Plan, overrides: list[str]) -> Outcome:
     """`mode=check`: every host is looked at, then all ranks meet in a short collective. Starts and keeps nothing."""
     run = _run_folder(plan.config)
@@ -175,7 +178,7 @@ def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def worker(job: str) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+def worker(job: str) -> Iterator[Ask]:
     """The same, to be asked once or not at all: the process loads what it needs meanwhile, and does nothing."""
     process = subprocess.Popen(
         local_worker_command("--job", job),
