@@ -23,6 +23,7 @@ def train(micro: int | None, accumulation: int | None, total: int | None, fallba
         global_batch_size=total,
         fallback_micro_batch_size=fallback,
         sequence_length=128,
+        objectives={},
     )
 
 
