@@ -94,7 +94,7 @@ def step(run: Path, number: int) -> Path:
 
 def exported(run: Path, form: str, target: Path, **changes: Any) -> Path:
     """What the export's job left for the launcher to name."""
-    asked = export_request(run, target, lora=form, max_shard_bytes=10**9, **changes)
+    asked = export_request(run, target, lora=form) | {"max_shard_bytes": 10**9} | changes
     return Path(export.run_job(asked)["staging"])
 
 
