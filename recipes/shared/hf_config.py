@@ -19,9 +19,14 @@ def model_class(config: Any) -> Any:
     """The library's class that builds and loads a language model of this configuration object.
 
     An encoder-decoder (T5, BART) reads one sequence and writes another; anything else continues a sequence.
+    Raises UserError for a decoder without a first token.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        why = "the decoder of this family begins with that token, and the configuration does not name it"
+        fix = "model.config.decoder_start_token_id=0 is T5's; the configuration of given weights names theirs"
+        raise UserError(Problem("model.config.decoder_start_token_id", "nothing", why, fix))
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 

@@ -95,10 +95,6 @@ def from_config(plan: Plan) -> nn.Module:
         options["attn_implementation"] = section.attn_implementation
     config = make_config(section.config)
     config.use_cache = False
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        why = "the decoder of this family begins with that token, and the configuration does not name it"
-        fix = "model.config.decoder_start_token_id=0 is T5's; the configuration of given weights names theirs"
-        raise UserError(Problem("model.config.decoder_start_token_id", "nothing", why, fix))
     model: nn.Module = model_class(config).from_config(config, **options)
     return _checkpointing(plan, model)
 

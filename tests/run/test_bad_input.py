@@ -43,7 +43,11 @@ WRONG = {
         ["model.config.model_type=lama", "run.dir=out"],
         ["model.config", "lama"],
     ),
-    "a family without a causal language model": (["model.config.model_type=t5"], ["model.config", "t5"]),
+    "a family without a language model": (["model.config.model_type=vit"], ["model.config", "vit"]),
+    "a decoder without a first token": (
+        ["model.config.model_type=t5"],
+        ["model.config.decoder_start_token_id", "model.config.decoder_start_token_id=0"],
+    ),
     "a field no model can be built from": (
         ["model.config.model_type=mamba", "+model.config.expand=abc"],
         ["model.config", "mamba", "expand"],

@@ -30,7 +30,7 @@ def filled(folder: Path, content: bytes) -> dict[str, Any]:
 def test_killed_at_any_change_of_a_file_a_commit_leaves_the_old_or_the_new_one(tmp_path: Path, abandoned: bool) -> None:
     """deepspeedai/DeepSpeed#5405, vllm-project/speculators#739: what a reader found in the middle of a save."""
     run = RunDir(tmp_path / "run")
-    kept = SimpleNamespace(checkpoint=SimpleNamespace(keep=1, keep_every=0))
+    kept = SimpleNamespace(checkpoint=SimpleNamespace(keep=1, keep_every=0, best=False))
     state: Any = SimpleNamespace(run=run, plan=SimpleNamespace(resume_from=None, config=kept))
     staging, old, new = run.checkpoints / ".saving-00000003-0123abcd", run.checkpoint(2), run.checkpoint(3)
     described: dict[str, Any] = {"format": manifest.FORMAT}

@@ -53,7 +53,7 @@ def newest(run: RunDir) -> Path:
 def best_of(run: RunDir) -> Path:
     """Folder of the best evaluation's checkpoint, as the newest one tells; raises UserError when it was not kept."""
     folder = newest(run)
-    step = (manifest.read(folder) or {})["best"]["step"]
+    step = ((manifest.read(folder) or {}).get("best") or {}).get("step")
     if step is None or not run.checkpoint(step).is_dir():
         why = f"{folder.name} knows of no evaluation" if step is None else f"step {step} was the best, and was not kept"
         raise UserError(Problem("export.best", "true", why, "train with checkpoint.best=true, or name export.step"))

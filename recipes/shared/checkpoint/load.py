@@ -65,7 +65,7 @@ def restore(state: TrainState) -> None:
     state.step = state.saved_step = int(saved["step"])
     state.base = (state.step, int(saved["samples_seen"]))
     state.tracker_run_id, state.tracked_as = saved["tracker_run_id"], saved["tracked_as"]
-    state.best = Best(**saved["best"])
+    state.best = Best(**saved.get("best") or {})
 
 
 def check_fixed_batch(state: TrainState) -> None:

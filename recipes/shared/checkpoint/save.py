@@ -225,9 +225,9 @@ def _retain(state: TrainState, newest: Path) -> None:
     if keep == 0:
         return
     kept = {newest.name, Path(state.plan.resume_from).name if state.plan.resume_from else newest.name}
-    best = (manifest.read(newest) or {})["best"]["step"]  # as it was when that one was begun
-    if state.plan.config.checkpoint.best and best is not None:
-        kept.add(state.run.checkpoint(best).name)
+    best = (manifest.read(newest) or {}).get("best") or {}  # as it was when that one was begun
+    if state.plan.config.checkpoint.best and best.get("step") is not None:
+        kept.add(state.run.checkpoint(best["step"]).name)
     for_good = state.plan.config.checkpoint.keep_every
     older = [
         folder
