@@ -207,12 +207,12 @@ def _export_of(typed: RunConfig, overrides: list[str], old: RunDir) -> RunConfig
 
 def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:
     """The request of an existing run that goes on with this command line's changes."""
-    ran = read_plan(old.plan).config.recipe.name
+    before = read_plan(old.plan)
+    ran = before.config.recipe.name
     stored = compose.to_run_config(compose.recompose(old, [], ran)[0])
     composed, request, choices = compose.recompose(old, overrides, ran)
     config = _changed(cfg, composed)
     raise_if(changed_options(stored, config))
-    before = read_plan(old.plan)
     typed = {path for path, _ in compose.typed_paths(overrides)}
     world_size = resolve(config.cluster, config.launch).world_size
     config = rebatched(config, before.batch, world_size, before.world_size, typed)

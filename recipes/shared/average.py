@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from recipes.shared.checkpoint.average import KEY
+from recipes.shared.masters import stepping
 
 
 class Average:
@@ -19,7 +20,7 @@ class Average:
 
     def __init__(self, engine: Any, decay: float) -> None:
         self.engine, self.decay = engine, decay
-        self.state = _inner(engine).state
+        self.state = stepping(engine).state
         self.skipped = int(engine.skipped_steps)
         self.averages = []
         for master in _masters(engine):
@@ -41,13 +42,9 @@ def averaging(engine: Any, decay: float | None) -> Average | None:
     """The engine's average, or None where none is asked for; one that a checkpoint brought all the same is dropped."""
     if decay is not None:
         return Average(engine, decay)
-    for values in _inner(engine).state.values():
+    for values in stepping(engine).state.values():
         values.pop(KEY, None)
     return None
-
-
-def _inner(engine: Any) -> Any:
-    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:
@@ -56,4 +53,4 @@ def _masters(engine: Any) -> list[torch.Tensor]:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # stage 3, stages 1 and 2
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
-    return [parameter for group in _inner(engine).param_groups for parameter in group["params"]]
+    return [parameter for group in stepping(engine).param_groups for parameter in group["params"]]

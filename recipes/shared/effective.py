@@ -15,6 +15,7 @@ from launcher.errors import Problem, UserError
 from launcher.plan import Plan
 from launcher.rundir import RunDir, write_json
 from recipes.shared.leaf_modules import leaf_classes
+from recipes.shared.masters import stepping
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -32,7 +33,7 @@ def record_effective(engine: Any, plan: Plan, run: RunDir) -> None:
 def read_back(engine: Any) -> dict[str, Any]:
     """The engine's own account of stage, optimizer, precision, batch, clipping, offload and hpZ groups."""
     zero = engine._config.zero_config
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = stepping(engine)
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in engine.module.parameters()}
     return {
         "zero_stage": engine.zero_optimization_stage(),

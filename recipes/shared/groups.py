@@ -7,6 +7,7 @@ Must never take a pattern that matches nothing for granted: it is an error, by n
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,7 @@ def parameter_groups(plan: Plan, model: nn.Module) -> list[Any]:
     empty = [number - 1 for number, group in enumerate(names) if number and not group]
     if empty:
         why = "it takes no trained parameter that a group before it does not take"
-        fix = f"names are like {', '.join(list(dict(model.named_parameters()))[:3])}"
+        fix = likes(dict(model.named_parameters()))
         raise UserError(*(Problem(f"parameters.groups.{number}", str(declared[number]), why, fix) for number in empty))
     parameters = dict(model.named_parameters())
     groups = [[parameters[name] for name in group] for group in names if group]
@@ -63,16 +64,25 @@ def hyper_parameters(plan: Plan, count: int) -> list[dict[str, Any]]:
 
 def _takes(group: dict[str, Any], name: str, parameter: nn.Parameter) -> bool:
     dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-    named = any(fnmatch.fnmatchcase(name, pattern) for pattern in group.get("match", ["*"]))
+    named = bool(matching([name], group.get("match", ["*"])))
     return named and dimensions <= group.get("max_dim", dimensions)
+
+
+def matching(names: Iterable[str], patterns: list[str]) -> list[str]:
+    """The names that one of `patterns` fits, in their order."""
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def likes(names: Iterable[str]) -> str:
+    """What a user whose pattern fits nothing should look at."""
+    return f"names are like {', '.join(list(names)[:3])}"
 
 
 def _freeze(plan: Plan, model: nn.Module) -> None:
     names = dict(model.named_parameters())
     for pattern in plan.config.parameters.frozen:
-        found = fnmatch.filter(names, pattern)
+        found = matching(names, [pattern])
         if not found:
-            likes = f"names are like {', '.join(list(names)[:3])}"
-            raise UserError(Problem("parameters.frozen", pattern, "no parameter has such a name", likes))
+            raise UserError(Problem("parameters.frozen", pattern, "no parameter has such a name", likes(names)))
         for name in found:
             names[name].requires_grad_(False)

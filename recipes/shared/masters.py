@@ -16,9 +16,14 @@ from torch import nn
 OPTIMIZER = "kept_optimizer"  # on a parameter: DeepSpeed links masters to parameters, but not what steps them
 
 
+def stepping(engine: Any) -> Any:
+    """The optimizer that takes the steps: the one within DeepSpeed's own, where that wraps one."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def link(engine: Any) -> None:
     """Notes at every parameter which optimizer steps it, or its master. All ranks, once the engine stands."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = stepping(engine)
     for parameter in engine.module.parameters():
         setattr(parameter, OPTIMIZER, inner)
 

@@ -6,13 +6,13 @@ Must never be asked for on one rank alone: gradients are gathered.
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 import torch
 
 from launcher.errors import Problem, UserError
 from recipes.shared import gather
+from recipes.shared.groups import likes, matching
 
 
 class Parts:
@@ -23,10 +23,10 @@ class Parts:
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         self.parts = {}
         for part, wanted in patterns.items():
-            names = [name for name in trained if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted)]
+            names = matching(trained, wanted)
             if not names:
-                fix = f"names are like {', '.join(list(trained)[:3])}"
-                raise UserError(Problem(f"parameters.norms.{part}", str(wanted), "no trained parameter fits", fix))
+                why = "no trained parameter fits"
+                raise UserError(Problem(f"parameters.norms.{part}", str(wanted), why, likes(trained)))
             self.parts[part] = [trained[name] for name in names]
 
     def gradient_norms(self) -> dict[str, float]:

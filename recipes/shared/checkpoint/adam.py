@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from recipes.shared.masters import stepping
+
 
 def replay_bias_correction(engine: Any) -> None:
     """Replays the optimizer's past steps on one scratch element. Each rank for itself; nothing to do for other kernels.
 
     About 5 microseconds a step. Groups with different betas need no replay: the kernel uses pow() at every change.
     """
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    optimizer = stepping(engine)
     update = _kernel(optimizer)
     steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     groups = optimizer.param_groups

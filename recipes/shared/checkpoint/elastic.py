@@ -20,6 +20,7 @@ from recipes.shared import gather
 from recipes.shared.checkpoint.average import KEY as AVERAGE
 from recipes.shared.checkpoint.entries import Entry
 from recipes.shared.checkpoint.reader import OptimizerState, open_checkpoint, open_optimizer
+from recipes.shared.masters import stepping
 from recipes.shared.state import TrainState
 
 # Optimizers whose state is a step and tensors of the parameter's own shape.
@@ -32,7 +33,7 @@ SUPPORTED = {
 def load(state: TrainState, folder: Path) -> None:
     """Brings the engine to the state in `folder`. All ranks; raises UserError for a state it cannot lay out anew."""
     engine = state.engine
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = stepping(engine)
     _refuse_unsupported(engine, type(inner).__name__, folder)
     stored, optimizer = open_checkpoint(folder), open_optimizer(folder)
     masters = {entry.name: entry for entry in stored if entry.trainable}
@@ -157,7 +158,7 @@ def _load_stage12(
 
 def _load_stage0(engine: Any, tensors: Tensors, saved: OptimizerState, state: TrainState) -> None:
     """Whole parameters, each with a state of its own, on every rank."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = stepping(engine)
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     order = [parameter for group in inner.param_groups for parameter in group["params"]]
     for parameter in order:

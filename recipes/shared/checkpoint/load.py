@@ -22,6 +22,7 @@ from recipes.shared.checkpoint.fixed_batch import tolerance
 from recipes.shared.checkpoint.save import rng_name
 from recipes.shared.distributed import say
 from recipes.shared.groups import hyper_parameters
+from recipes.shared.masters import stepping
 from recipes.shared.model import seed_everything
 from recipes.shared.state import TrainState
 
@@ -116,7 +117,7 @@ def _apply_hyper_parameters(state: TrainState) -> None:
     engine, deepspeed = state.engine, state.plan.deepspeed
     wanted = dict(deepspeed.get("optimizer", {}).get("params", {}))
     names = ["betas", "eps", "weight_decay", "momentum"] + ([] if engine.lr_scheduler is not None else ["lr"])
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    inner = stepping(engine)
     if "use_muon" not in inner.param_groups[0]:  # it halves every group, and has rates of its own
         own = hyper_parameters(state.plan, len(inner.param_groups))
         for group, different in zip(inner.param_groups, own, strict=True):
