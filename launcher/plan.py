@@ -24,6 +24,8 @@ from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
 from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
+from launcher.planner.assess import memory_of
+from launcher.planner.prediction import Memory
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
@@ -43,6 +45,8 @@ class Estimate:
     checkpoint_bytes: int | None
     reduce_bucket_bytes: int | None
     """Gradient reduction buffers of a rank, allocated whole however small the model is."""
+    memory: Memory | None
+    """Moments of a step; null where the model's size is not known."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def _estimate(
 ) -> Estimate:
     """Where it is not known how many parameters an adapter has, all of the model's count as trained."""
     if parameters is None:
-        return Estimate(None, None, {}, {}, {}, None, None)
+        return Estimate(None, None, {}, {}, {}, None, None, None)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
     peft, trained, frozen = config.peft, parameters, 0
     if peft.kind == "lora" and peft.rank is not None:
@@ -228,4 +232,5 @@ def _estimate(
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
-    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets)
+    predicted = memory_of(state, buckets)
+    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
