@@ -31,6 +31,7 @@ from launcher.ds_file import Folded, contradictions, located
 from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Problem, UserError, raise_if
 from launcher.explain import explain
 from launcher.leftovers import end_last_attempt
+from launcher.measured import profiles
 from launcher.model_source import refuse_missing
 from launcher.plan import Plan, build_plan, read_plan
 from launcher.resume import changed_layout, changed_options, rebatched
@@ -228,11 +229,14 @@ def _changed(cfg: DictConfig, composed: DictConfig) -> RunConfig:
 
 
 def _planned(config: RunConfig) -> Plan:
-    """The plan of a request; a model of unknown size is measured, in a process, once nothing else is wrong."""
+    """The plan of a request; its model is measured, in a process, once nothing else is wrong.
+
+    For a launch only where its size is not known: what is remembered of it serves, and nobody waits.
+    """
     environment = run.worker_environment(config)
-    plan = build_plan(config, environment)
+    plan = build_plan(config, environment, profiles(measure=config.mode == "plan"))
     if plan.estimate.parameters is None:
-        plan = build_plan(config, environment, run.measured_parameters(config))
+        plan = build_plan(config, environment, profiles(measure=True))
     return plan
 
 

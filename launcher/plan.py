@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,8 @@ from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
 from launcher.planner.assess import memory_of
 from launcher.planner.prediction import Memory
+from launcher.planner.profile import Profile
+from launcher.planner.setup import Setup
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
@@ -47,6 +50,15 @@ class Estimate:
     """Gradient reduction buffers of a rank, allocated whole however small the model is."""
     memory: Memory | None
     """Moments of a step; null where the model's size is not known."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was measured of a model: its parameters, and a pass over a micro-batch, or why there is none."""
+
+    parameters: int | None = None
+    profile: Profile | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,24 +154,26 @@ def read_plan(path: Path) -> Plan:
 def build_plan(
     config: RunConfig,
     env: dict[str, str],
-    measured_parameters: int | None = None,
+    facts_of: Callable[[RunConfig, int, str], ModelFacts] | None = None,
     resume_from: str | None = None,
 ) -> Plan:
     """Judges the request and returns its plan; raises one UserError with every problem.
 
-    `measured_parameters`: count of a model whose family `planner.shapes` does not know.
+    `facts_of` a request, its micro-batch size and its precision: what was measured of the model, asked when nothing
+    else is wrong. Without it, families that `planner.shapes` does not know have no size.
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
     cluster, batch, deepspeed = _judged(config)
-    known = shapes.count_parameters(config.model.config) if config.model.target is None else None
-    parameters = known or measured_parameters
+    facts = ModelFacts()
+    if facts_of is not None:
+        facts = facts_of(config, batch.micro_batch_size, ds_config.precision(deepspeed))
     return Plan(
         version=VERSION,
         config=config,
         cluster=cluster,
         batch=batch,
         deepspeed=deepspeed,
-        estimate=_estimate(parameters, config, deepspeed, cluster, batch),
+        estimate=_estimate(facts, config, deepspeed, cluster, batch),
         env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
@@ -205,9 +219,11 @@ def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _estimate(
-    parameters: int | None, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+    facts: ModelFacts, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
 ) -> Estimate:
     """Where it is not known how many parameters an adapter has, all of the model's count as trained."""
+    known = shapes.count_parameters(config.model.config) if config.model.target is None else None
+    parameters = known or facts.parameters
     if parameters is None:
         return Estimate(None, None, {}, {}, {}, None, None, None)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
@@ -215,6 +231,8 @@ def _estimate(
     if peft.kind == "lora" and peft.rank is not None:
         adapter = shapes.count_adapter(config.model.config, peft.rank, peft.target, peft.modules_to_save)
         trained, frozen = (parameters, 0) if adapter is None else (adapter, parameters)
+    if facts.profile is not None:
+        trained, frozen = facts.profile.trained, facts.profile.frozen
     state = memory.model_state(
         trained,
         stage,
@@ -232,5 +250,6 @@ def _estimate(
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
-    predicted = memory_of(state, buckets)
+    setup = Setup.of(deepspeed, cluster.world_size, config.ema.decay is not None, cluster.accelerator == "cpu")
+    predicted = memory_of(setup, facts.profile or Profile.without_activations(trained, frozen))
     return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
