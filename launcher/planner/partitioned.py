@@ -136,6 +136,8 @@ class Partitioned:
             self.ledger.spike("communication", self.accumulated_in_bucket * copied + setup.sent * cast)
         ours = [index for index in self.bucket if self.rank in self.flat.owners(index)]
         if ours and setup.offload_optimizer:
+            if setup.stage == 2 and setup.accumulation > 1:
+                self.home.set("accumulated gradients", setup.weight * self.owned)
             self.ledger.spike("norms", NORM_BYTES * max(self._slice(index) for index in ours))
         elif ours:
             self.ledger.set("new gradients" if self.kept else "own gradients", self._own())
