@@ -28,7 +28,7 @@ FILES = {
     "cluster": 3,
     "data": 7,
     "experiment": 2,
-    "model": 8,
+    "model": 17,
     "offload": 4,
     "optim": 6,
     "parameters": 2,
