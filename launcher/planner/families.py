@@ -213,5 +213,16 @@ def _t5(config: dict[str, Any]) -> Shapes:
     return Shapes(parts, scored, tied_head=vocab * hidden, passes=0.5)
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any]], Shapes]] = {kind: _gated for kind in GATED}
-FAMILIES |= {"mixtral": _mixtral, "qwen2_moe": _qwen_moe, "qwen3_moe": _qwen_moe, "gpt2": _gpt2, "t5": _t5}
+FAMILIES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
+    "llama": _gated,
+    "mistral": _gated,
+    "qwen2": _gated,
+    "qwen3": _gated,
+    "gemma": _gated,
+    "gemma2": _gated,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen_moe,
+    "gpt2": _gpt2,
+    "t5": _t5,
+}
