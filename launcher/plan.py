@@ -25,6 +25,8 @@ from launcher.errors import Problem, UserError, raise_if
 from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
 from launcher.planner.assess import memory_of
+from launcher.planner.collectives import Move
+from launcher.planner.movement import movement_of
 from launcher.planner.prediction import Memory
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
@@ -47,6 +49,10 @@ class Estimate:
     """Gradient reduction buffers of a rank, allocated whole however small the model is."""
     memory: Memory | None
     """Moments of a step; null where the model's size is not known."""
+    collectives: tuple[Move, ...] = ()
+    """What DeepSpeed really calls in one optimizer step; `traffic_bytes` is the textbook's figure."""
+    links: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of one optimizer step on each link; see `planner.links`."""
 
 
 @dataclass(frozen=True)
@@ -233,4 +239,6 @@ def _estimate(
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
     predicted = memory_of(state, buckets)
-    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
+    collectives, on_links = movement_of(parameters, config, deepspeed, cluster, batch)
+    known = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
+    return Estimate(parameters, *known, collectives, on_links)

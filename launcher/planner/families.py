@@ -27,17 +27,36 @@ CAUSAL = 0.5  # of the scores between a sequence's tokens are used where none lo
 
 
 @dataclass(frozen=True)
+class Block:
+    """A module of a model: its own parameters' elements, and the modules in it, in the order of the forward.
+
+    Modules without parameters count too: DeepSpeed fetches ahead at each of them (at stage 3).
+    """
+
+    own: tuple[int, ...] = ()
+    inner: tuple[Block, ...] = ()
+
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return self.own + tuple(size for block in self.inner for size in block.sizes())
+
+
+@dataclass(frozen=True)
 class Part:
-    """Parameters that one piece of a model holds, `repeats` times."""
+    """One piece of a model, `repeats` times."""
 
     name: str
     repeats: int
-    sizes: tuple[int, ...]
-    """Elements of each of its parameters."""
+    block: Block
     idle: int = 0
-    """Of these, elements that one token does not use: experts it is not sent to."""
+    """Of its elements, those that one token does not use: experts it is not sent to."""
     multiplied: bool = True
     """False for a table that is only looked up."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter of one repeat."""
+        return self.block.sizes()
 
     @property
     def parameters(self) -> int:
@@ -101,7 +120,7 @@ def _head_width(config: dict[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _attention_sizes(config: dict[str, Any]) -> tuple[int, ...]:
+def _attention_block(config: dict[str, Any]) -> Block:
     """q, k, v, o with the biases and the norms of queries and keys that the family has."""
     kind, layers = config["model_type"], _attention(config)
     biased: tuple[str, ...] = ()
@@ -109,39 +128,51 @@ def _attention_sizes(config: dict[str, Any]) -> tuple[int, ...]:
         biased = ("q_proj", "k_proj", "v_proj")
     elif kind in ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2") and config.get("attention_bias"):
         biased = tuple(layers)
-    normed = (_head_width(config),) * 2 if kind in ("qwen3", "qwen3_moe") else ()
-    return (*(a * b for a, b in layers.values()), *(layers[name][1] for name in biased), *normed)
+    normed = ("q_proj", "k_proj") if kind in ("qwen3", "qwen3_moe") else ()
+    found: list[Block] = []
+    for name, (inputs, outputs) in layers.items():
+        found.append(Block((inputs * outputs, outputs) if name in biased else (inputs * outputs,)))
+        if name in normed:
+            found.append(Block((_head_width(config),)))
+    return Block(inner=tuple(found))
 
 
-def _mlp_sizes(hidden: int, inner: int) -> tuple[int, ...]:
-    return (hidden * inner,) * 3
+def _mlp_block(hidden: int, inner: int, biased: bool = False) -> Block:
+    """gate, activation, up, down."""
+    wide = Block((hidden * inner, inner) if biased else (hidden * inner,))
+    return Block(inner=(wide, Block(), wide, Block((hidden * inner, hidden) if biased else (hidden * inner,))))
+
+
+def _layer(hidden: int, attention: Block, mlp: Block, norms: int = 2) -> Block:
+    """Each of the two behind a norm, and with four norms before another."""
+    norm = Block((hidden,))
+    after = (norm,) if norms == 4 else ()
+    return Block(inner=(norm, attention, *after, norm, mlp, *after))
 
 
 def _decoder(config: dict[str, Any], layers: tuple[Part, ...]) -> Shapes:
     """Embedding, layers, final norm, and a head unless tied."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    tied = bool(config.get("tie_word_embeddings"))
-    embedding, norm = Part("embedding", 1, (vocab * hidden,), multiplied=False), Part("norm", 1, (hidden,))
-    head = () if tied else (Part("head", 1, (vocab * hidden,)),)
+    tied, table = bool(config.get("tie_word_embeddings")), Block((vocab * hidden,))
+    embedding, norm = Part("embedding", 1, table, multiplied=False), Part("norm", 1, Block((hidden,)))
+    head = () if tied else (Part("head", 1, table),)
     width = config["num_hidden_layers"] * config["num_attention_heads"] * _head_width(config)
     return Shapes((embedding, *layers, norm, *head), width * CAUSAL, tied_head=vocab * hidden if tied else 0)
 
 
 def _gated(config: dict[str, Any]) -> Shapes:
     """L x (attention; gate, up, down; two norms, four with Gemma 2)."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    norms = (hidden,) * (4 if config["model_type"] == "gemma2" else 2)
-    biased = config["model_type"] == "llama" and config.get("mlp_bias")
-    biases = (inner, inner, hidden) if biased else ()
-    sizes = _attention_sizes(config) + _mlp_sizes(hidden, inner) + biases + norms
-    return _decoder(config, (Part("layer", config["num_hidden_layers"], sizes),))
+    hidden, kind = config["hidden_size"], config["model_type"]
+    mlp = _mlp_block(hidden, config["intermediate_size"], biased=kind == "llama" and bool(config.get("mlp_bias")))
+    layer = _layer(hidden, _attention_block(config), mlp, norms=4 if kind == "gemma2" else 2)
+    return _decoder(config, (Part("layer", config["num_hidden_layers"], layer),))
 
 
 def _mixtral(config: dict[str, Any]) -> Shapes:
-    """Every layer has experts: two stacked tensors of all of them, and the router."""
+    """Every layer has experts."""
     sizes, idle = _expert_sizes(config, config["num_local_experts"], config["intermediate_size"])
-    sizes = _attention_sizes(config) + sizes + (config["hidden_size"],) * 2
-    return _decoder(config, (Part("expert layer", config["num_hidden_layers"], sizes, idle=idle),))
+    layer = _layer(config["hidden_size"], _attention_block(config), Block(sizes))
+    return _decoder(config, (Part("expert layer", config["num_hidden_layers"], layer, idle=idle),))
 
 
 def _expert_sizes(config: dict[str, Any], experts: int, inner: int) -> tuple[tuple[int, ...], int]:
@@ -160,16 +191,16 @@ def _qwen_moe(config: dict[str, Any]) -> Shapes:
     dense_only, step = config.get("mlp_only_layers") or [], config["decoder_sparse_step"]
     layers = range(config["num_hidden_layers"])
     sparse = [layer for layer in layers if layer not in dense_only and experts > 0 and (layer + 1) % step == 0]
-    common = _attention_sizes(config) + (hidden,) * 2
     parts: list[Part] = []
     if sparse:
         sizes, idle = _expert_sizes(config, experts, config["moe_intermediate_size"])
         if config["model_type"] == "qwen2_moe":
-            sizes += (*_mlp_sizes(hidden, config["shared_expert_intermediate_size"]), hidden)
-        parts.append(Part("expert layer", len(sparse), common + sizes, idle=idle))
+            sizes += (hidden * config["shared_expert_intermediate_size"],) * 3 + (hidden,)
+        layer = _layer(hidden, _attention_block(config), Block(sizes))
+        parts.append(Part("expert layer", len(sparse), layer, idle=idle))
     if len(sparse) < len(layers):
-        sizes = common + _mlp_sizes(hidden, config["intermediate_size"])
-        parts.append(Part("layer", len(layers) - len(sparse), sizes))
+        layer = _layer(hidden, _attention_block(config), _mlp_block(hidden, config["intermediate_size"]))
+        parts.append(Part("layer", len(layers) - len(sparse), layer))
     return _decoder(config, tuple(parts))
 
 
@@ -177,16 +208,19 @@ def _gpt2(config: dict[str, Any]) -> Shapes:
     """Token and position tables, L x (fused qkv, projection, two-matrix MLP, two norms; all with bias), final norm."""
     hidden, layers, vocab = config["n_embd"], config["n_layer"], config["vocab_size"]
     inner = config.get("n_inner") or 4 * hidden
-    attention = (hidden * 3 * hidden, 3 * hidden, hidden * hidden, hidden)
-    mlp = (hidden * inner, inner, inner * hidden, hidden)
+    drop, table = Block(), Block((vocab * hidden,))
+    attention = Block(inner=(Block((hidden * 3 * hidden, 3 * hidden)), Block((hidden * hidden, hidden)), drop))
+    mlp = Block(inner=(Block((hidden * inner, inner)), Block(), Block((inner * hidden, hidden)), drop))
+    norm = Block((hidden, hidden))
     tied = config.get("tie_word_embeddings") is not False
     parts = [
-        Part("embedding", 1, (vocab * hidden, config["n_positions"] * hidden), multiplied=False),
-        Part("layer", layers, attention + mlp + (hidden,) * 4),
-        Part("norm", 1, (hidden, hidden)),
+        Part("embedding", 1, table, multiplied=False),
+        Part("positions", 1, Block((config["n_positions"] * hidden,)), multiplied=False),
+        Part("layer", layers, Block(inner=(norm, attention, norm, mlp))),
+        Part("norm", 1, norm),
     ]
     if not tied:
-        parts.append(Part("head", 1, (vocab * hidden,)))
+        parts.append(Part("head", 1, table))
     return Shapes(tuple(parts), layers * hidden * CAUSAL, tied_head=vocab * hidden if tied else 0)
 
 
@@ -199,15 +233,17 @@ def _t5(config: dict[str, Any]) -> Shapes:
     hidden, vocab, heads, inner = config["d_model"], config["vocab_size"], config["num_heads"], config["d_ff"]
     width, depth = heads * config["d_kv"], config["num_layers"]
     decoders = config.get("num_decoder_layers") or depth
-    attention = (hidden * width,) * 4 + (hidden,)
+    norm, projection, wide = Block((hidden,)), Block((hidden * width,)), Block((hidden * inner,))
+    attention = Block(inner=(norm, Block(inner=(projection,) * 4), Block()))
     gated = str(config["feed_forward_proj"]).startswith("gated-")
-    mlp = (hidden * inner,) * (3 if gated else 2) + (hidden,)
+    mlp = Block(inner=(norm, Block(inner=(wide, Block(), *((wide,) if gated else ()), Block(), wide)), Block()))
+    positions = Block((config["relative_attention_num_buckets"] * heads,))
     parts = (
-        Part("embedding", 1, (vocab * hidden,), multiplied=False),
-        Part("relative positions", 2, (config["relative_attention_num_buckets"] * heads,), multiplied=False),
-        Part("encoder layer", depth, attention + mlp),
-        Part("decoder layer", decoders, 2 * attention + mlp),
-        Part("norm", 2, (hidden,)),
+        Part("embedding", 1, Block((vocab * hidden,)), multiplied=False),
+        Part("relative positions", 2, positions, multiplied=False),
+        Part("encoder layer", depth, Block(inner=(attention, mlp))),
+        Part("decoder layer", decoders, Block(inner=(attention, attention, mlp))),
+        Part("norm", 2, norm),
     )
     scored = width * (depth + decoders * (1 + CAUSAL)) / 4
     return Shapes(parts, scored, tied_head=vocab * hidden, passes=0.5)

@@ -9,13 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.planner import families
-from launcher.planner.families import Part, Shapes
+from launcher.planner.families import Block, Part, Shapes
 
-# Fields that would change shapes in a way the formulas below do not cover, and the value at which they do not.
+# Fields that would change shapes in a way the formulas do not cover, and the value at which they do not. Some families
+# take sizes under a second name too (attribute_map), which wins over the first.
 _UNHANDLED: dict[str, dict[str, Any]] = {
     "llama": {"pretraining_tp": 1},
-    "gpt2": {"add_cross_attention": False},
-    "t5": {"is_encoder_decoder": True},
+    "gpt2": {"add_cross_attention": False, "hidden_size": None, "num_hidden_layers": None}
+    | {"num_attention_heads": None, "max_position_embeddings": None},
+    "t5": {"is_encoder_decoder": True, "hidden_size": None, "num_hidden_layers": None}
+    | {"num_attention_heads": None, "head_dim": None},
+    "mixtral": {"num_experts": None},
 }
 
 
@@ -60,8 +64,9 @@ def adapter_parts(config: dict[str, Any], rank: int, target: list[str], saved: l
     adapted = list(linear) if target == ["all-linear"] else sorted(set(target))
     if not set(adapted) <= linear.keys() or not set(saved) <= whole.keys():
         return None
-    matrices = tuple(rank * width for name in adapted for width in linear[name])
-    copies = tuple(Part(name, 1, (whole[name],)) for name in sorted(set(saved)))
+    beside = [(Block(), *(Block((rank * width,)) for width in linear[name])) for name in adapted]  # dropout, A, B
+    matrices = Block(inner=tuple(block for blocks in beside for block in blocks))
+    copies = tuple(Part(name, 1, Block((whole[name],))) for name in sorted(set(saved)))
     return (Part("adapter", full["num_hidden_layers"], matrices), *copies)
 
 
