@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.planner.families import Block, Part
-from launcher.planner.gathers import Limits, Trace, gathered, trace
+from launcher.planner.gathers import Counts, Limits, Trace, gathers
 from launcher.planner.memory import WEIGHT_BYTES
 
 NODE, NODES, WORLD = "node", "nodes", "world"
@@ -135,8 +135,8 @@ def _sharded(sizes: Sizes, step: Step) -> list[Move]:
     """Stage 3: parameters gathered before use, gradients reduce-scattered in every micro-batch, and, once a step,
     the persistent parameters gathered after they were updated (stage3.py, _post_step)."""
     world, zero = step.world_size, step.zero
-    course = trace(sizes.parts, sizes.tied, step.recomputed, limits(zero))
-    found = _gathers(course, sizes, step)
+    course, forward, backward = gathers(sizes.parts, sizes.tied, step.recomputed, limits(zero))
+    found = _gathers(course, forward, backward, step)
     gradient = WEIGHT_BYTES[step.communication] * step.micro_batches
     if zero.get("zero_quantized_gradients") and step.hosts > 1:
         found += _quantized_gradients(sizes, step)
@@ -150,10 +150,9 @@ def _sharded(sizes: Sizes, step: Step) -> list[Move]:
     return found
 
 
-def _gathers(course: Trace, sizes: Sizes, step: Step) -> list[Move]:
+def _gathers(course: Trace, forward: Counts, backward: Counts, step: Step) -> list[Move]:
     """Gathers of forward and backward. With hpZ the first of a step is from all ranks, every later one within a host:
     the copy there lives until the optimizer changes the weights (partition_parameters.py, ds_secondary_tensor)."""
-    forward, backward = gathered(course, limits(step.zero))
     group = int(step.zero.get("zero_hpz_partition_size") or 1)
     quantized = bool(step.zero.get("zero_quantized_weights"))
     found: list[Move] = []

@@ -7,6 +7,7 @@ Must never count parameters that persist: those are gathered once a step, by the
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from launcher.planner.families import Block, Part
 
 UNLIMITED = 2**62
+Counts = dict[int, int]  # index of a parameter -> times
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class _Module:
         return found[:last] + self.forward()[1:] + found[last:]
 
 
+@functools.lru_cache(maxsize=16)  # a table of stages and offloads asks for the same one many times
+def gathers(parts: tuple[Part, ...], tied: bool, recomputed: bool, limits: Limits) -> tuple[Trace, Counts, Counts]:
+    """A model's trace, and how often each parameter is gathered in forward and in backward of one micro-batch."""
+    found = trace(parts, tied, recomputed, limits)
+    return found, *gathered(found, limits)
+
+
 def trace(parts: Sequence[Part], tied: bool, recomputed: bool, limits: Limits) -> Trace:
     """A model's trace: parts in order within the model, a head behind it; a tied table is the head again.
 
@@ -82,15 +91,15 @@ def trace(parts: Sequence[Part], tied: bool, recomputed: bool, limits: Limits) -
     return Trace(tuple(sizes), frozenset(persistent), tuple(forward), tuple(backward))
 
 
-def gathered(trace: Trace, limits: Limits) -> tuple[dict[int, int], dict[int, int]]:
-    """How often each parameter is gathered in the forward and in the backward of one micro-batch: {index: times}."""
+def gathered(trace: Trace, limits: Limits) -> tuple[Counts, Counts]:
+    """How often each parameter is gathered in the forward, and in the backward, of one micro-batch."""
     order = trace.forward + trace.backward
     next_use, before = _next_uses(order), [0]  # before: elements used before each module
     for own in order:
         before.append(before[-1] + sum(trace.sizes[index] for index in own))
     waiting = deque((step, index) for step, own in enumerate(order) for index in own)
     available, seen, live = set[int](), dict[int, int](), 0
-    counts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    counts: tuple[Counts, Counts] = ({}, {})
     for step, own in enumerate(order):
         count = counts[step >= len(trace.forward)]
         wanted = [index for index in own if index not in trace.persistent and index not in available]
