@@ -1,4 +1,4 @@
-"""Request -> what one optimizer step moves: its collectives, and bytes on every link.
+"""Request -> what one optimizer step moves and computes: collectives, bytes on every link, FLOPs, time.
 
 Called when a plan is built. Reads the request; the figures come from the modules beside it.
 Must never hold a formula.
@@ -6,21 +6,34 @@ Must never hold a formula.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from launcher import ds_config
 from launcher.batch import Batch
 from launcher.cluster.value import Cluster
-from launcher.planner import shapes
+from launcher.planner import hardware, shapes
 from launcher.planner.collectives import Move, Sizes, Step, moves, unknown_sizes, with_adapter
 from launcher.planner.links import Offload, links
+from launcher.planner.timing import StepTime, time_of, work_of
 from launcher.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One optimizer step. FLOPs are None for a model of unknown shapes, the time on hardware of unknown speeds too."""
+
+    collectives: tuple[Move, ...]
+    links: dict[str, int]
+    active_parameters: int | None
+    flops: int | None
+    time: StepTime | None
 
 
 def movement_of(
     parameters: int, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
-) -> tuple[tuple[Move, ...], dict[str, int]]:
-    """Collectives and links of a model with that many parameters, all of one size where its shapes are not known."""
+) -> Movement:
+    """What a model with that many parameters moves, all of one size where its shapes are not known."""
     sizes, step = sizes_of(parameters, config), step_of(config, deepspeed, cluster, batch)
     found = moves(sizes, step)
     offload = Offload(
@@ -28,7 +41,15 @@ def movement_of(
         param=ds_config.offload_device(deepspeed, "param"),
         share=-(-sizes.trained_parameters // cluster.world_size),
     )
-    return found, links(found, step, offload)
+    on_links = links(found, step, offload)
+    known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
+    if known is None:
+        return Movement(found, on_links, None, None, None)
+    samples, length = batch.global_batch_size, config.train.sequence_length
+    trained = None if sizes.trained_parameters >= known.parameters else sizes.trained_parameters
+    work = work_of(known, samples, length, step.recomputed, trained)
+    time = time_of(work, samples * length, found, on_links, step, offload, hardware.read(config.hardware))
+    return Movement(found, on_links, known.active, work.model_flops, time)
 
 
 def sizes_of(parameters: int, config: RunConfig) -> Sizes:

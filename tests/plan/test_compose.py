@@ -28,6 +28,7 @@ FILES = {
     "cluster": 3,
     "data": 7,
     "experiment": 2,
+    "hardware": 7,
     "model": 17,
     "offload": 4,
     "optim": 6,
