@@ -286,11 +286,11 @@ def test_a_model_is_measured_only_when_nothing_else_is_wrong(
 
     monkeypatch.setattr("launcher.run.ask_worker", measured)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cli("mode=plan", "model.config.model_type=mamba", "run.steps=0").code == 2
+    assert cli("mode=plan", "model.config.model_type=falcon", "run.steps=0").code == 2
     assert asked == []
     assert cli("mode=plan", "model.config.model_type=llama").code == 0
-    answer = cli("mode=plan", "plan.format=json", "model.config.model_type=mamba")
-    assert asked == ["llama", "mamba"]
+    answer = cli("mode=plan", "plan.format=json", "model.config.model_type=falcon")
+    assert asked == ["llama", "falcon"]
     assert json.loads(answer.out)["estimate"]["parameters"] == 1000
 
 
