@@ -144,13 +144,15 @@ def build_plan(
     env: dict[str, str],
     measured_parameters: int | None = None,
     resume_from: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
     """Judges the request and returns its plan; raises one UserError with every problem.
 
-    `measured_parameters`: count of a model whose family `planner.shapes` does not know.
+    `measured_parameters`: count of a model whose family `planner.shapes` does not know. `cluster`: instead of the
+    request's own, for what is only compared.
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
-    cluster, batch, deepspeed = _judged(config)
+    cluster, batch, deepspeed = _judged(config, cluster)
     known = shapes.count_parameters(config.model.config) if config.model.target is None else None
     parameters = known or measured_parameters
     return Plan(
@@ -165,7 +167,7 @@ def build_plan(
     )
 
 
-def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
+def _judged(config: RunConfig, other: Cluster | None) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
     problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
     problems += missing_code(config)
@@ -175,7 +177,7 @@ def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     batch: Batch | None = None
     deepspeed: dict[str, Any] | None = None
     try:
-        cluster = resolve(config.cluster, config.launch)
+        cluster = other or resolve(config.cluster, config.launch)
         batch = solve(config.train, cluster.world_size)
     except UserError as error:
         problems += error.problems
