@@ -34,9 +34,11 @@ from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
 from launcher.plan import build_plan, read_plan
 from launcher.planner.choose import Chosen
+from launcher.report import report
 from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
 from launcher.schema import RunConfig
+from launcher.show_plan import show
 
 CONF = ROOT / "conf"
 
@@ -155,7 +157,7 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask
             render.note(needed.told(saved_layout(checkpoint["manifest"]), wanted_layout(plan)))
     sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
     if plan.config.mode == "plan":
-        render.plan(plan, RunDir(plan.config.run.dir or "RUN_DIR"), plan.config.plan.format, sources, replaced)
+        show(plan, report(outlook), RunDir(plan.config.run.dir or "RUN_DIR"), sources, replaced)
         return run.Outcome(EXIT_OK, None, overrides)
     if plan.config.mode == "check":
         return run.check(plan, overrides)
