@@ -69,6 +69,7 @@ def verdict(figures: dict[str, Any]) -> str:
     parts = [f"{gb(wants)} of {gb(has)} GB of {where}" for where, (wants, has) in figures["needed"].items()]
     capacity = figures["capacity"]
     reserve = f", {gb(capacity['reserve_bytes'])} GB kept back" if capacity["reserve_bytes"] else ""
+    reserve += ", buckets left out: a host's memory is taken as it is written" if capacity["written_only"] else ""
     return f"{'yes' if figures['fits'] else 'no'}: {', '.join(parts)} ({capacity['source']}{reserve})"
 
 

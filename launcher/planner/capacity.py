@@ -18,6 +18,7 @@ GB = 1e9
 CONTEXT_BYTES = 800_000_000
 # Of what is left, what torch's allocator holds and cannot hand out in one piece when the peak comes.
 FRAGMENTATION = 0.10
+BUCKETS = "reduce buckets"  # the term's name in a moment
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Capacity:
     """Whether device and host are the same memory."""
     source: str
     """Who said so."""
+    written_only: bool = False
+    """Whether memory that is allocated and never written takes none, as in a host's own: buckets do not count there."""
 
 
 def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capacity | None:
@@ -57,12 +60,15 @@ def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capaci
         return None
     free = max(0, total - CONTEXT_BYTES)
     usable = round(free * (1 - FRAGMENTATION)) if on_cuda else total
-    return Capacity(usable, total - usable, share if on_cuda else None, not on_cuda, source)
+    own = not on_cuda and config.plan.memory_bytes is None
+    return Capacity(usable, total - usable, share if on_cuda else None, not on_cuda, source, own)
 
 
 def needed(memory: Memory, capacity: Capacity) -> dict[str, tuple[int, int]]:
     """{device or host: (bytes a rank needs there, bytes it may use)}."""
     peak = memory.peak.total_bytes
+    if capacity.written_only:  # a bucket of 2 GB is written as far as a small model's gradients reach
+        peak = max(moment.total_bytes - moment.terms.get(BUCKETS, 0) for moment in memory.moments)
     if capacity.one_memory:
         return {"memory": (peak + memory.host_bytes, capacity.device_bytes)}
     found = {"device": (peak, capacity.device_bytes)}

@@ -22,7 +22,7 @@ from launcher.cluster.value import Cluster, resolve
 from launcher.errors import EXIT_DOES_NOT_FIT, UserError
 from launcher.plan import Plan
 from launcher.planner.candidates import Choice, choices, lacking, with_choice
-from launcher.planner.capacity import CONTEXT_BYTES, Capacity, Machine, capacity_of, needed
+from launcher.planner.capacity import BUCKETS, CONTEXT_BYTES, Capacity, Machine, capacity_of, needed
 from launcher.planner.choose import Chosen, autos, choose
 from launcher.planner.gate import CHANGES, FORCE, cheapest, unfit
 from launcher.planner.prediction import Memory, Moment
@@ -110,6 +110,16 @@ def test_a_cpus_memory_is_shared_by_its_ranks_and_a_gpu_keeps_a_reserve(two_host
     assert card is not None and not card.one_memory
     assert card.device_bytes == round((80_000_000_000 - CONTEXT_BYTES) * 0.9)
     assert card.device_bytes + card.reserve_bytes == 80_000_000_000
+
+
+def test_in_a_hosts_own_memory_a_bucket_counts_only_where_somebody_gave_a_limit() -> None:
+    """It is allocated whole, 2 GB, and a small model never writes most of it: no reason to refuse a run."""
+    plan = planned()
+    assert plan.estimate.memory is not None and plan.estimate.memory.peak.terms[BUCKETS] == 2_000_000_000
+    own = capacity_of(plan.config, plan.cluster, Machine(2_000_000_000, None))
+    assert own is not None and unfit(plan, own, unmeasured) is None
+    told = capacity_of(composed("plan.memory_bytes=1000000000"), plan.cluster, Machine(2_000_000_000, None))
+    assert told is not None and unfit(plan, told, unmeasured) is not None
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
