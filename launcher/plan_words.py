@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.command import deepspeed_command
 from launcher.plan import Plan
-from launcher.planner.capacity import GB
+from launcher.planner.capacity import GB, told
 from launcher.planner.gate import FORCE
 from launcher.rundir import RunDir
 
@@ -33,6 +33,17 @@ def head(value: Plan) -> list[tuple[str, str]]:
         ),
         ("steps", f"{value.config.run.steps}, seed {value.config.run.seed}"),
     ]
+
+
+def choice(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """What stands for an auto, and why none before it in the order does."""
+    if not figures["chosen"]:
+        return []
+    lines = [("chosen", " ".join(figures["chosen"]))]
+    for rejected in figures["rejected"]:
+        why = rejected["refused"] or told(rejected["lacks"] or {})
+        lines.append(("", f"not {' '.join(rejected['overrides'])}: {why}"))
+    return lines
 
 
 def facts(value: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
@@ -93,7 +104,7 @@ def judgement(row: dict[str, Any]) -> str:
 def gb(size: int, sign: str = "") -> str:
     """In GB of 1e9 bytes, to three figures."""
     amount = size / GB
-    return f"{amount:{sign},.{max(0, 3 - len(f'{amount:.0f}'))}f}" if amount >= 1 else f"{amount:{sign}.3f}"
+    return f"{amount:{sign},.{max(0, 3 - len(str(int(amount))))}f}" if amount >= 1 else f"{amount:{sign}.3f}"
 
 
 def command(value: Plan, run: RunDir) -> list[str]:

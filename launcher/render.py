@@ -97,12 +97,11 @@ def explanation(lines: Sequence[tuple[str, str]]) -> None:
     text("\n".join(f"{label:<{width}}  {words}".rstrip() for label, words in lines))
 
 
-def print_table(first: str, rows: Sequence[tuple[str, str, str]]) -> None:
+def table(first: str, rows: Sequence[tuple[str, str, str]]) -> str:
     """`key  value  from`, as wide as it needs to be: a line of a terminal or of a file is never cut."""
     titled = [(first, "value", "from"), *rows]
     widths = [max(len(row[column]) for row in titled) for column in (0, 1)]
-    for key, value, source in titled:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in titled)
 
 
 def start(run: RunDir, value: Plan, attempt: int) -> None:

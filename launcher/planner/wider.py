@@ -60,7 +60,7 @@ def smaller_batches(config: RunConfig, plan: Plan) -> list[tuple[list[str], RunC
 def what_would_fit(config: RunConfig, plan: Plan, capacity: Capacity, build: Build) -> list[str]:
     """One line for each thing that would help, with its figures. `plan`: any of the request, for batch and cluster."""
     smaller = _smaller(config, plan, capacity, build)
-    lines = [] if smaller is None else [f"smaller pieces: {' '.join(smaller.overrides)}"]
+    lines = [] if smaller is None else [f"on these ranks: {' '.join(smaller.overrides)}"]
     words, stretched = _stretched(config, plan)
     ranks = _ranks(stretched, plan.cluster, capacity, build)
     if ranks is not None:

@@ -228,7 +228,7 @@ def test_what_no_number_of_ranks_makes_fit_is_said_to_need_another_parallelism()
 
 
 def test_smaller_buckets_are_named_where_they_are_enough() -> None:
-    with refuses(f"smaller pieces: zero=stage3 offload=none activation=full {WIDE[2]}"):
+    with refuses(f"on these ranks: zero=stage3 offload=none activation=full {WIDE[2]}"):
         choice_for(wide_bytes(4), *BASE, *ALL_AUTO)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +24,7 @@ from launcher.report import report
 from launcher.rundir import RunDir
 from launcher.show_plan import show
 from tests.plan import goldens
-from tests.plan.asking import planned, refused, unmeasured
+from tests.plan.asking import ROOT, planned, refused, unmeasured
 
 Cli = Callable[..., Any]
 CARD = "plan.memory_bytes=24000000000"
@@ -204,3 +206,16 @@ def test_the_page_is_whole_and_loads_nothing(cli: Cli) -> None:
 def test_a_page_that_cannot_be_written_is_a_wrong_request(cli: Cli) -> None:
     answer = cli("mode=plan", "plan.html=none/p.html")
     assert answer.code == 2 and "plan.html" in answer.err
+
+
+def test_brackets_of_the_user_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model    [red]x[/red]: " in text_of(capsys, prospect('model.name="[red]x[/red]"'))
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "launch.py"), "mode=plan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert running.returncode == 0
