@@ -169,14 +169,16 @@ def build_plan(
     env: dict[str, str],
     facts_of: Callable[[RunConfig, int, str], ModelFacts] | None = None,
     resume_from: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
     """Judges the request and returns its plan; raises one UserError with every problem.
 
     `facts_of` a request, its micro-batch size and its precision: what was measured of the model, asked when nothing
-    else is wrong. Without it, families that `planner.shapes` does not know have no size.
+    else is wrong. Without it, families that `planner.shapes` does not know have no size. `cluster`: instead of the
+    request's own, for what is only compared.
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
-    cluster, batch, deepspeed = _judged(config)
+    cluster, batch, deepspeed = _judged(config, cluster)
     facts = ModelFacts()
     if facts_of is not None:
         facts = facts_of(config, batch.micro_batch_size, ds_config.precision(deepspeed))
@@ -192,7 +194,7 @@ def build_plan(
     )
 
 
-def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
+def _judged(config: RunConfig, other: Cluster | None) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
     problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
     problems += missing_code(config)
@@ -202,7 +204,7 @@ def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     batch: Batch | None = None
     deepspeed: dict[str, Any] | None = None
     try:
-        cluster = resolve(config.cluster, config.launch)
+        cluster = other or resolve(config.cluster, config.launch)
         batch = solve(config.train, cluster.world_size)
     except UserError as error:
         problems += error.problems
