@@ -91,7 +91,7 @@ def ask_plan(overrides: list[str], environment: dict[str, str]) -> Plan:
     if answer.returncode:
         raise BenchError(f"launch.py refuses this request\n{answer.stderr}")
     value = json.loads(answer.stdout)
-    for shown in ("commands", "sources"):  # what mode=plan shows beside the plan
+    for shown in ("commands", "sources", "report"):  # what mode=plan shows beside the plan
         del value[shown]
     return Plan.from_json(value)
 
