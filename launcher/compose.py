@@ -178,6 +178,7 @@ def _absolute_paths(config: RunConfig) -> None:
         (config.run, ("dir", "source")),
         (config.model, ("path", "init_from")),
         (config.cluster, ("hostfile",)),
+        (config.hardware, ("file",)),
         (config.export, ("dir", "source")),
         (config.plan, ("html",)),
     ):

@@ -25,7 +25,10 @@ from launcher.errors import Problem, UserError, raise_if
 from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
 from launcher.planner.assess import memory_of
+from launcher.planner.collectives import Move
+from launcher.planner.movement import movement_of
 from launcher.planner.prediction import Memory
+from launcher.planner.timing import StepTime
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
@@ -47,6 +50,16 @@ class Estimate:
     """Gradient reduction buffers of a rank, allocated whole however small the model is."""
     memory: Memory | None
     """Moments of a step; null where the model's size is not known."""
+    collectives: tuple[Move, ...] = ()
+    """What DeepSpeed really calls in one optimizer step; `traffic_bytes` is the textbook's figure."""
+    links: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of one optimizer step on each link; see `planner.links`."""
+    active_parameters: int | None = None
+    """Parameters that one token uses: fewer than all in a model with experts."""
+    flops: int | None = None
+    """Model FLOPs of one optimizer step over all ranks, recomputation left out."""
+    time: StepTime | None = None
+    """Estimated time of one optimizer step; null where hardware=... does not say how fast everything is."""
 
 
 @dataclass(frozen=True)
@@ -235,4 +248,6 @@ def _estimate(
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
     predicted = memory_of(state, buckets)
-    return Estimate(parameters, state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
+    movement = movement_of(parameters, config, deepspeed, cluster, batch)
+    known = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
+    return Estimate(parameters, *known, **vars(movement))

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from launcher import provenance, run
 from launcher.cluster.value import Cluster, resolve
-from launcher.errors import EXIT_DOES_NOT_FIT, Problem, UserError
+from launcher.errors import EXIT_DOES_NOT_FIT, Problem, UserError, raise_if
 from launcher.machine import this_machine
 from launcher.plan import Plan, build_plan
 from launcher.planner.candidates import Build
 from launcher.planner.capacity import Capacity, Machine, capacity_of
 from launcher.planner.choose import MICRO, Chosen, autos, choose
 from launcher.planner.gate import unfit
+from launcher.planner.hardware import problems
 from launcher.schema import RunConfig
 
 AUTO_OPTIONS = (
@@ -48,6 +49,7 @@ def prospect(config: RunConfig) -> Prospect:
         plan = build(config, None)
         machine = this_machine(plan.cluster)
         return Prospect(plan, machine, capacity_of(plan.config, plan.cluster, machine), build, None)
+    raise_if(problems(config.hardware))
     cluster = resolve(config.cluster, config.launch)
     machine = this_machine(cluster)
     capacity = capacity_of(config, cluster, machine)

@@ -12,6 +12,7 @@ from typing import Any
 from launcher import (
     rules_audit,
     rules_finetune,
+    rules_hardware,
     rules_keep,
     rules_model,
     rules_optimizer,
@@ -70,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     rules_finetune.finetuned_models_go_on_in_one_sequence,
     rules_finetune.packs_are_kept_apart,
     rules_finetune.generation_needs_prompts,
+    rules_hardware.hardware_is_known_or_null,
     rules_keep.ema_decay_is_a_fraction,
     rules_keep.ema_needs_masters_in_memory,
     rules_keep.best_needs_evaluations,

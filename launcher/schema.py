@@ -150,6 +150,32 @@ class ClusterSection:
 
 
 @dataclass
+class HardwareSection:
+    name: str
+    """Label shown beside estimated times."""
+    file: str | None
+    """JSON object of the options below, as measured on this hardware; what it holds goes before them."""
+    memory_bytes: int | None
+    """Memory of a device, in bytes."""
+    bf16_flops_per_s: float | None
+    """Dense 16-bit operations a second of a device, at their peak."""
+    fp32_flops_per_s: float | None
+    """The same in fp32, without TF32."""
+    memory_bytes_per_s: float | None
+    """Bytes a second of a device's own memory."""
+    node_bytes_per_s: float | None
+    """Bytes a second that a device sends to the others of its host."""
+    network_bytes_per_s: float | None
+    """Bytes a second that a host sends to other hosts, all its adapters together."""
+    pcie_bytes_per_s: float | None
+    """Bytes a second between a device and its host, each way."""
+    host_memory_bytes_per_s: float | None
+    """Bytes a second of a host's memory, all sockets together."""
+    disk_bytes_per_s: float | None
+    """Bytes a second of a host's NVMe for offloaded state."""
+
+
+@dataclass
 class LaunchSection:
     submit: str
     """none: start it from here; sbatch: write a batch script and hand it to Slurm (with cluster=slurm)."""
@@ -258,7 +284,7 @@ class PlanSection:
     force: bool
     """Start a run whose planned peak does not fit."""
     memory_bytes: int | None
-    """Bytes of memory that a rank's device has; null: what this machine says, where all ranks are on it."""
+    """Bytes of memory of a rank's device; null: those of hardware=..., else this machine's if all ranks are on it."""
 
 
 @dataclass
@@ -287,6 +313,7 @@ class RunConfig:
     data: dict[str, Any]
     """Corpus options; the group file of conf/data names those of its kind."""
     cluster: ClusterSection
+    hardware: HardwareSection
     launch: LaunchSection
     check: CheckSection
     watch: WatchSection

@@ -282,12 +282,12 @@ def test_a_model_is_measured_only_when_nothing_else_is_wrong(cli: Cli, monkeypat
         return 1000
 
     monkeypatch.setattr("launcher.run.measured_parameters", measured)
-    assert cli("mode=plan", "model.config.model_type=mixtral", "run.steps=0").code == 2
+    assert cli("mode=plan", "model.config.model_type=falcon", "run.steps=0").code == 2
     assert asked == []
     assert cli("mode=plan", "model.config.model_type=llama").code == 0
     assert asked == []
-    answer = cli("mode=plan", "plan.format=json", "model.config.model_type=mixtral")
-    assert asked == ["mixtral"]
+    answer = cli("mode=plan", "plan.format=json", "model.config.model_type=falcon")
+    assert asked == ["falcon"]
     assert json.loads(answer.out)["estimate"]["parameters"] == 1000
 
 

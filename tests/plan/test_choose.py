@@ -112,6 +112,16 @@ def test_a_cpus_memory_is_shared_by_its_ranks_and_a_gpu_keeps_a_reserve(two_host
     assert card.device_bytes + card.reserve_bytes == 80_000_000_000
 
 
+def test_named_hardware_says_how_much_memory_there_is_unless_a_number_is_given(two_hosts: tuple[str, ...]) -> None:
+    config = composed(*two_hosts, "hardware=h200")
+    named = capacity_of(config, resolve(config.cluster), Machine(None, None))
+    assert named is not None and named.source == "hardware=h200"
+    assert named.device_bytes + named.reserve_bytes == config.hardware.memory_bytes
+    config = composed(*two_hosts, "hardware=h200", "plan.memory_bytes=5000000000")
+    given = capacity_of(config, resolve(config.cluster), Machine(None, None))
+    assert given is not None and given.device_bytes + given.reserve_bytes == 5_000_000_000
+
+
 def test_in_a_hosts_own_memory_a_bucket_counts_only_where_somebody_gave_a_limit() -> None:
     """It is allocated whole, 2 GB, and a small model never writes most of it: no reason to refuse a run."""
     plan = planned()
@@ -268,7 +278,7 @@ def test_what_fits_or_is_not_known_is_not_refused() -> None:
     plan = planned()
     assert unfit(plan, limit(10**12), unmeasured) is None
     assert unfit(plan, None, unmeasured) is None
-    unknown = planned("model.config.model_type=mixtral")
+    unknown = planned("model.config.model_type=falcon")
     assert lacking(unknown, limit(1)) is None
     assert unfit(unknown, limit(1), unmeasured) is None
 

@@ -147,7 +147,7 @@ def test_environment_and_resumed_checkpoint_are_part_of_the_fingerprint() -> Non
 
 
 def test_a_model_of_unknown_family_is_planned_with_its_measured_size() -> None:
-    config = composed("model.config.model_type=mixtral", "cluster.num_procs=4")
+    config = composed("model.config.model_type=falcon", "cluster.num_procs=4")
     assert build_plan(config, {}).estimate.textbook_bytes is None
     assert build_plan(config, {}, measured_parameters=1000).estimate.parameters == 1000
 

@@ -52,6 +52,8 @@ class Case:
 CASES = [
     Case("mode_is_known", ("mode=dream",), ("mode=plan",)),
     Case("recipe_is_known", ("recipe.name=knit",), ("recipe.name=pretrain",)),
+    Case("hardware_is_known_or_null", ("hardware.memory_bytes=0",), ("hardware.memory_bytes=24000000000",)),
+    Case("hardware_is_known_or_null", ("hardware.file=/no/such.json",), ("hardware=h200",)),
     Case("launcher_is_known", ("cluster.launcher=telnet",), ("cluster.launcher=openmpi",), hosts=2),
     Case(
         "recipe_target_is_that_of_a_custom_recipe",

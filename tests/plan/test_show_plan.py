@@ -72,6 +72,7 @@ class _Anything(dict[str, str]):
     [
         ("fits", (CARD, "zero=stage3", "offload=cpu", *SHOWN)),
         ("does_not_fit", ("plan.memory_bytes=6000000000", "zero=stage1", "train.global_batch_size=64", *SHOWN)),
+        ("timed", ("hardware=h100_80g", "zero=stage3", "zeropp=hpz", *SHOWN)),
         ("unknown", ("zero=stage2", "mode=plan", "run.dir=/runs/a")),
     ],
 )

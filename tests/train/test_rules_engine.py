@@ -59,6 +59,7 @@ NOT_PROVEN = {
     "finetuned_models_go_on_in_one_sequence": NOT_ABOUT_THE_ENGINE,
     "objectives_are_those_of_an_own_module": NOT_ABOUT_THE_ENGINE,
     "packs_are_kept_apart": "flash attention needs a GPU; what keeps packs apart elsewhere is proven in test_finetune",
+    "hardware_is_known_or_null": NOT_ABOUT_THE_ENGINE,
     "generation_needs_prompts": NOT_ABOUT_THE_ENGINE,
     "peft_is_known": NOT_ABOUT_THE_ENGINE,
     "peft_options_need_lora": NOT_ABOUT_THE_ENGINE,

@@ -1,0 +1,78 @@
+"""Request -> what one optimizer step moves and computes: collectives, bytes on every link, FLOPs, time.
+
+Called when a plan is built. Reads the request; the figures come from the modules beside it.
+Must never hold a formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher import ds_config
+from launcher.batch import Batch
+from launcher.cluster.value import Cluster
+from launcher.planner import hardware, shapes
+from launcher.planner.collectives import Move, Sizes, Step, moves, unknown_sizes, with_adapter
+from launcher.planner.links import Offload, links
+from launcher.planner.timing import StepTime, time_of, work_of
+from launcher.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One optimizer step. FLOPs are None for a model of unknown shapes, the time on hardware of unknown speeds too."""
+
+    collectives: tuple[Move, ...]
+    links: dict[str, int]
+    active_parameters: int | None
+    flops: int | None
+    time: StepTime | None
+
+
+def movement_of(
+    parameters: int, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+) -> Movement:
+    """What a model with that many parameters moves, all of one size where its shapes are not known."""
+    sizes, step = sizes_of(parameters, config), step_of(config, deepspeed, cluster, batch)
+    found = moves(sizes, step)
+    offload = Offload(
+        optimizer=ds_config.offload_device(deepspeed, "optimizer"),
+        param=ds_config.offload_device(deepspeed, "param"),
+        share=-(-sizes.trained_parameters // cluster.world_size),
+    )
+    on_links = links(found, step, offload)
+    known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
+    if known is None:
+        return Movement(found, on_links, None, None, None)
+    samples, length = batch.global_batch_size, config.train.sequence_length
+    trained = None if sizes.trained_parameters >= known.parameters else sizes.trained_parameters
+    work = work_of(known, samples, length, step.recomputed, trained)
+    time = time_of(work, samples * length, found, on_links, step, offload, hardware.read(config.hardware))
+    return Movement(found, on_links, known.active, work.model_flops, time)
+
+
+def sizes_of(parameters: int, config: RunConfig) -> Sizes:
+    """The model's parameters, with a LoRA adapter's where the request has one that is known."""
+    known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
+    sizes = unknown_sizes(parameters) if known is None else Sizes(known.parts, known.parts, bool(known.tied_head))
+    peft = config.peft
+    if known is None or peft.kind != "lora" or peft.rank is None:
+        return sizes
+    adapter = shapes.adapter_parts(config.model.config, peft.rank, peft.target, peft.modules_to_save)
+    return sizes if adapter is None else with_adapter(sizes, adapter)
+
+
+def step_of(config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Step:
+    """What decides a step's collectives."""
+    precision = ds_config.precision(deepspeed)
+    return Step(
+        stage=ds_config.zero_stage(deepspeed),
+        world_size=cluster.world_size,
+        hosts=len(cluster.hosts),
+        precision=precision,
+        micro_batches=batch.gradient_accumulation_steps,
+        recomputed=bool(config.activation.checkpointing),
+        zero=deepspeed.get("zero_optimization", {}),
+        communication=str(deepspeed.get("communication_data_type") or precision).lower(),
+    )
