@@ -6,15 +6,17 @@ Must never start a run or write anything.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from launcher import provenance, run
 from launcher.cluster.value import Cluster, resolve
 from launcher.errors import EXIT_DOES_NOT_FIT, Problem, UserError, raise_if
 from launcher.machine import this_machine
+from launcher.measured import profiles
 from launcher.plan import Plan, build_plan
 from launcher.planner.candidates import Build
-from launcher.planner.capacity import Capacity, Machine, capacity_of
+from launcher.planner.capacity import Capacity, Machine, capacity_of, needed
 from launcher.planner.choose import MICRO, Chosen, autos, choose
 from launcher.planner.gate import unfit
 from launcher.planner.hardware import problems
@@ -24,6 +26,9 @@ AUTO_OPTIONS = (
     *("zero", "offload", "activation", MICRO, "activation.checkpointing"),
     *("deepspeed.zero_optimization.stage", "deepspeed.zero_optimization.offload_optimizer.device"),
 )
+# Of a rank's memory: where all but activations take no more than this, a batch that does not fit beside it is rare, and
+# measuring it would cost every launch of a new model some seconds.
+SURE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,33 +48,52 @@ class Prospect:
 
 
 def prospect(config: RunConfig) -> Prospect:
-    """The plan of a request and how it stands to the memory there is; raises UserError for one that is none."""
-    build = builder(config)
-    if not autos(config):
+    """The plan of a request and how it stands to the memory there is; raises UserError for one that is none.
+
+    A model is measured for a plan that is shown or chosen. For a launch what is remembered of it serves, and where
+    nothing is it is measured only if the rest of its memory comes near to what there is: nobody waits for it otherwise.
+    """
+    chosen = bool(autos(config))
+    build = builder(config, measure=chosen or config.mode == "plan")
+    if not chosen:
         plan = build(config, None)
         machine = this_machine(plan.cluster)
-        return Prospect(plan, machine, capacity_of(plan.config, plan.cluster, machine), build, None)
+        capacity = capacity_of(plan.config, plan.cluster, machine)
+        if _may_not_fit(plan, capacity):
+            build = builder(config, measure=True)
+            plan = build(config, None)
+        return Prospect(plan, machine, capacity, build, None)
     raise_if(problems(config.hardware))
     cluster = resolve(config.cluster, config.launch)
     machine = this_machine(cluster)
     capacity = capacity_of(config, cluster, machine)
-    chosen = choose(config, cluster.world_size, capacity, build)
-    return Prospect(chosen.plan, machine, capacity, build, chosen)
+    found = choose(config, cluster.world_size, capacity, build)
+    return Prospect(found.plan, machine, capacity, build, found)
 
 
-def builder(config: RunConfig) -> Build:
-    """Plans `config` and requests that differ from it in anything but the model, which is measured once at most."""
-    environment = run.worker_environment(config)
-    measured: list[int | None] = []
+def builder(config: RunConfig, measure: bool) -> Build:
+    """Plans `config` and requests that differ from it in stage, offload, batch or cluster; see `measured.profiles`."""
+    environment, remembered, measured = run.worker_environment(config), profiles(measure), profiles(measure=True)
+    built: dict[str, Plan] = {}  # the gate and a comparison ask for the same plans, of 30 ms each
 
     def build(asked: RunConfig, cluster: Cluster | None) -> Plan:
-        plan = build_plan(asked, environment, measured[0] if measured else None, cluster=cluster)
-        if plan.estimate.parameters is not None or measured:
-            return plan
-        measured.append(run.measured_parameters(asked))
-        return build_plan(asked, environment, measured[0], cluster=cluster)
+        differs = (asked.deepspeed, dataclasses.astuple(asked.train), asked.activation.checkpointing, cluster)
+        key = repr(differs)
+        if key not in built:
+            built[key] = build_plan(asked, environment, remembered, cluster=cluster)
+            if built[key].estimate.parameters is None and not measure:
+                built[key] = build_plan(asked, environment, measured, cluster=cluster)
+        return built[key]
 
     return build
+
+
+def _may_not_fit(plan: Plan, capacity: Capacity | None) -> bool:
+    """Whether a plan without activations comes so near to what a rank may use that they have to be measured."""
+    memory = plan.estimate.memory
+    if memory is None or memory.measured or capacity is None:
+        return False
+    return any(wants > SURE_SHARE * has for wants, has in needed(memory, capacity).values())
 
 
 def refuse_unfit(found: Prospect) -> str | None:
