@@ -7,6 +7,7 @@ Must never start a process for what is remembered.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -61,7 +62,12 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    """Kept: they take 2 ms to read, and a comparison asks for dozens of plans."""
+    return {name: version for name, version in installed_versions().items() if name in DECIDING}
+
+
 def _file(request: dict[str, Any]) -> Path:
-    versions = {name: version for name, version in installed_versions().items() if name in DECIDING}
-    text = json.dumps([request, versions, VERSION], sort_keys=True)
+    text = json.dumps([request, _versions(), VERSION], sort_keys=True)
     return env.cache_dir() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

@@ -20,6 +20,8 @@ def head(value: Plan) -> list[tuple[str, str]]:
     """What is planned: model, cluster, batch and length."""
     estimate, batch, cluster = value.estimate, value.batch, value.cluster
     size = f"{estimate.parameters:,} parameters" if estimate.parameters else "size not known"
+    if estimate.active_parameters not in (None, estimate.parameters):
+        size += f", {estimate.active_parameters:,} of them used by a token"
     hosts = ", ".join(f"{host.name} x{len(host.slots)}" for host in cluster.hosts[:8])
     hosts += f" and {len(cluster.hosts) - 8} more hosts" if len(cluster.hosts) > 8 else ""
     return [
@@ -68,6 +70,19 @@ def facts(value: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
         lines += [("nvme", f"{gb(size)} GB of a host in {path}") for path, size in kept["nvme"].items()]
     if value.estimate.traffic_bytes:
         lines.append(("sent", f"{gb(value.estimate.traffic_bytes['total'])} GB by a rank in each optimizer step"))
+    if value.estimate.links:
+        lines.append(
+            ("links", ", ".join(f"{gb(size)} GB {name}" for name, size in value.estimate.links.items() if size))
+        )
+    time = value.estimate.time
+    if time is not None:
+        lines.append(
+            (
+                "time",
+                f"{time.step_s:.3g} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {100 * time.mfu:.0f} %, "
+                f"bound by {time.bound} (hardware={value.config.hardware.name})",
+            )
+        )
     lines += [("note", text) for text in figures["advice"]]
     titles = ["not included", *[""] * len(figures["not_included"])]
     return lines + list(zip(titles, figures["not_included"], strict=False))
@@ -99,6 +114,11 @@ def judgement(row: dict[str, Any]) -> str:
     """Of a row that is a plan: fits, by how much not, or nothing where nobody knows."""
     lacks = row["lacks"]
     return "" if lacks is None else "fits" if not lacks else f"{gb(sum(lacks.values()), '+')} GB"
+
+
+def speed(row: dict[str, Any]) -> str:
+    """Of a row: tokens/s and what bounds them, where that is known."""
+    return "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} ({row['bound']})"
 
 
 def gb(size: int, sign: str = "") -> str:

@@ -6,11 +6,12 @@ Must never start a run or write anything.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from launcher import provenance, run
 from launcher.cluster.value import Cluster, resolve
-from launcher.errors import EXIT_DOES_NOT_FIT, Problem, UserError
+from launcher.errors import EXIT_DOES_NOT_FIT, Problem, UserError, raise_if
 from launcher.machine import this_machine
 from launcher.measured import profiles
 from launcher.plan import Plan, build_plan
@@ -18,6 +19,7 @@ from launcher.planner.candidates import Build
 from launcher.planner.capacity import Capacity, Machine, capacity_of, needed
 from launcher.planner.choose import MICRO, Chosen, autos, choose
 from launcher.planner.gate import unfit
+from launcher.planner.hardware import problems
 from launcher.schema import RunConfig
 
 AUTO_OPTIONS = (
@@ -61,6 +63,7 @@ def prospect(config: RunConfig) -> Prospect:
             build = builder(config, measure=True)
             plan = build(config, None)
         return Prospect(plan, machine, capacity, build, None)
+    raise_if(problems(config.hardware))
     cluster = resolve(config.cluster, config.launch)
     machine = this_machine(cluster)
     capacity = capacity_of(config, cluster, machine)
@@ -71,12 +74,16 @@ def prospect(config: RunConfig) -> Prospect:
 def builder(config: RunConfig, measure: bool) -> Build:
     """Plans `config` and requests that differ from it in stage, offload, batch or cluster; see `measured.profiles`."""
     environment, remembered, measured = run.worker_environment(config), profiles(measure), profiles(measure=True)
+    built: dict[str, Plan] = {}  # the gate and a comparison ask for the same plans, of 30 ms each
 
     def build(asked: RunConfig, cluster: Cluster | None) -> Plan:
-        plan = build_plan(asked, environment, remembered, cluster=cluster)
-        if plan.estimate.parameters is None and not measure:
-            plan = build_plan(asked, environment, measured, cluster=cluster)
-        return plan
+        differs = (asked.deepspeed, dataclasses.astuple(asked.train), asked.activation.checkpointing, cluster)
+        key = repr(differs)
+        if key not in built:
+            built[key] = build_plan(asked, environment, remembered, cluster=cluster)
+            if built[key].estimate.parameters is None and not measure:
+                built[key] = build_plan(asked, environment, measured, cluster=cluster)
+        return built[key]
 
     return build
 

@@ -284,7 +284,7 @@ class PlanSection:
     force: bool
     """Start a run whose planned peak does not fit."""
     memory_bytes: int | None
-    """Bytes of memory that a rank's device has; null: what this machine says, where all ranks are on it."""
+    """Bytes of memory of a rank's device; null: those of hardware=..., else this machine's if all ranks are on it."""
 
 
 @dataclass

@@ -17,12 +17,13 @@ from launcher import plan_page
 from launcher.ds_file import leaves
 from launcher.ds_values import show as written_value
 from launcher.plan import Plan
-from launcher.plan_words import choice, command, facts, gb, head, judgement, refusals
+from launcher.plan_words import choice, command, facts, gb, head, judgement, refusals, speed
 from launcher.render import note, table, text
 from launcher.rundir import RunDir
 
 BAR = 24  # cells of the longest bar
-COLUMNS = 120  # of a table that goes into a file or a pipe
+NUMBERS = ("ranks", "global batch", "peak", "host", "sent", "tokens/s", "peak, recomputing")
+COLUMNS = 140  # of a table that goes into a file or a pipe
 
 
 def show(
@@ -112,8 +113,8 @@ def _compared(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     shown = Table(title="stages and offloads, the least costly first; GB of a rank", title_justify="left")
-    for name in ("", "stage and offload", "peak", "at", "host", "sent", "", "peak, recomputing", ""):
-        shown.add_column(name, justify="right" if name in ("peak", "host", "sent", "peak, recomputing") else "left")
+    for name in ("", "stage and offload", "peak", "at", "host", "sent", "", "tokens/s", "peak, recomputing", ""):
+        shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
     for plain, again in zip(rows[::2], rows[1::2], strict=True):
         if plain["refused"] or plain["peak_bytes"] is None:
             continue
@@ -125,6 +126,7 @@ def _compared(rows: list[dict[str, Any]]) -> Any:
             gb(plain["host_bytes"]) if plain["host_bytes"] else "",
             gb(plain["sent_bytes"]),
             judgement(plain),
+            speed(plain),
             gb(again["peak_bytes"]) if again["peak_bytes"] is not None else "refused",
             judgement(again),
         )
@@ -135,18 +137,19 @@ def _scaled(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     shown = Table(title="the same on other numbers of ranks; GB of a rank", title_justify="left")
-    for name in ("", "ranks", "global batch", "peak", "at", "host", "sent", ""):
-        shown.add_column(name, justify="left" if name in ("", "at") else "right")
+    for name in ("", "ranks", "global batch", "peak", "at", "host", "sent", "tokens/s", ""):
+        shown.add_column(name, justify="right" if name in NUMBERS else "left")
     for row in rows:
         mark = ">" if row["current"] else ""
         if row["peak_bytes"] is None:
-            shown.add_row(mark, str(row["ranks"]), "", "", "", "", "", row["refused"] or "size not known")
+            shown.add_row(mark, str(row["ranks"]), "", "", "", "", "", "", row["refused"] or "size not known")
             continue
         sizes = (
             gb(row["peak_bytes"]),
             row["moment"],
             gb(row["host_bytes"]) if row["host_bytes"] else "",
             gb(row["sent_bytes"]),
+            speed(row),
         )
         shown.add_row(mark, f"{row['ranks']:,}", f"{row['global_batch_size']:,}", *sizes, judgement(row))
     return shown

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.cluster.value import Cluster
+from launcher.planner.hardware import read
 from launcher.planner.prediction import Memory
 from launcher.schema import RunConfig
 
@@ -49,10 +50,16 @@ class Capacity:
 
 
 def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capacity | None:
-    """The capacity of a rank of `cluster`: plan.memory_bytes, else what `machine` has where every rank is on it."""
+    """The capacity of a rank of `cluster`: plan.memory_bytes, else that of hardware=..., else the `machine`'s own.
+
+    The machine's where every rank is on it.
+    """
     ranks = max(len(host.slots) for host in cluster.hosts)
     share = machine.host_bytes // ranks if machine.host_bytes is not None and cluster.local else None
     on_cuda, total, source = cluster.accelerator == "cuda", config.plan.memory_bytes, "plan.memory_bytes"
+    if total is None:
+        total, source = read(config.hardware).memory_bytes, f"hardware={config.hardware.name}"
+    own = total is None and not on_cuda
     if total is None and cluster.local:
         total = machine.device_bytes if on_cuda else share
         source = "this machine's GPU" if on_cuda else f"this machine's memory / {ranks} ranks"
@@ -60,7 +67,6 @@ def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capaci
         return None
     free = max(0, total - CONTEXT_BYTES)
     usable = round(free * (1 - FRAGMENTATION)) if on_cuda else total
-    own = not on_cuda and config.plan.memory_bytes is None
     return Capacity(usable, total - usable, share if on_cuda else None, not on_cuda, source, own)
 
 

@@ -46,6 +46,9 @@ class Row:
     """Per optimizer step."""
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
+    tokens_per_s: float | None = None
+    bound: str | None = None
+    """What takes longest of a step; None, as above, where hardware=... does not say how fast everything is."""
     lacks: dict[str, int] | None = None
     """{device or host: bytes too much}; None where no capacity is known."""
 
@@ -97,5 +100,7 @@ def _row(
         sent_bytes=plan.estimate.traffic_bytes.get("total"),
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
+        tokens_per_s=plan.estimate.time.tokens_per_s if plan.estimate.time else None,
+        bound=plan.estimate.time.bound if plan.estimate.time else None,
         lacks=lacking(plan, capacity),
     )

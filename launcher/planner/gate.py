@@ -6,6 +6,8 @@ Must never refuse on a guess: without a known size and a known capacity there is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from launcher.errors import Problem
 from launcher.plan import Plan
 from launcher.planner.candidates import (
@@ -46,22 +48,26 @@ def unfit(plan: Plan, capacity: Capacity | None, build: Build) -> Problem | None
 def cheapest(plan: Plan, capacity: Capacity, build: Build) -> list[Candidate]:
     """The first CHANGES in order of cost that fit: a smaller micro-batch, then stages and offloads."""
     config = plan.config
-    smaller = [judged(words, request, capacity, build) for words, request in smaller_batches(config, plan)]
-    found = [candidate for candidate in smaller if candidate.fits][:1]
+    found = _first(judged(words, request, capacity, build) for words, request in smaller_batches(config, plan))
     if plan.estimate.reduce_bucket_bytes:
         words, request = with_small_buckets(config)
-        found += [candidate for candidate in (judged(words, request, capacity, build),) if words and candidate.fits]
-    now = "full" if config.activation.checkpointing else "none"
-    seen: set[tuple[str | None, str | None]] = set()
-    for choice in choices(config, {"zero", "offload", "activation"}):
-        pair = (choice.zero, choice.offload)
-        if len(found) == CHANGES or pair in seen or choice.activation not in ACTIVATIONS[ACTIVATIONS.index(now) :]:
-            continue
-        candidate = judged(_changed(plan, choice), with_choice(config, choice), capacity, build)
-        if candidate.fits:
-            seen.add(pair)
-            found.append(candidate)
+        found += _first([judged(words, request, capacity, build)] if words else [])
+    now = bool(config.activation.checkpointing)
+    for pair in dict.fromkeys((choice.zero, choice.offload) for choice in choices(config, {"zero", "offload"})):
+        if len(found) == CHANGES:
+            break
+        # Where it does not fit with recomputed activations it does not without: that one is asked first.
+        tried = [Choice(*pair, activation) for activation in ACTIVATIONS[now:]]
+        made = [judged(_changed(plan, tried[-1]), with_choice(config, tried[-1]), capacity, build)]
+        if made[0].fits and len(tried) > 1:
+            made = [judged(_changed(plan, tried[0]), with_choice(config, tried[0]), capacity, build), *made]
+        found += _first(made)
     return found
+
+
+def _first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first that fits, if any does."""
+    return next(([candidate] for candidate in candidates if candidate.fits), [])
 
 
 def _changed(plan: Plan, choice: Choice) -> list[str]:

@@ -83,14 +83,23 @@ def what_would_fit(config: RunConfig, plan: Plan, capacity: Capacity, build: Bui
 
 def _smaller(config: RunConfig, plan: Plan, capacity: Capacity, build: Build) -> Candidate | None:
     """The same ranks with smaller buckets or, beside them, a smaller micro-batch, at the stage that keeps least."""
-    for words, request in (([], config), *smaller_batches(config, plan)):
+    requests = [([], config), *smaller_batches(config, plan)]
+    if not any(
+        _deep(words, request, *pair, capacity, build).fits for words, request in requests[-1:] for pair in DEEPEST
+    ):
+        return None
+    for words, request in requests:
         for zero, offload in DEEPEST:
-            choice = Choice(zero, offload, "full")
-            more, small = with_small_buckets(with_choice(request, choice))
-            candidate = judged([*words, *choice.overrides(), *more], small, capacity, build)
+            candidate = _deep(words, request, zero, offload, capacity, build)
             if candidate.fits:
                 return candidate
     return None
+
+
+def _deep(words: list[str], request: RunConfig, zero: str, offload: str, capacity: Capacity, build: Build) -> Candidate:
+    choice = Choice(zero, offload, "full")
+    more, small = with_small_buckets(with_choice(request, choice))
+    return judged([*words, *choice.overrides(), *more], small, capacity, build)
 
 
 def _stretched(config: RunConfig, plan: Plan) -> tuple[list[str], RunConfig]:
@@ -103,7 +112,7 @@ def _stretched(config: RunConfig, plan: Plan) -> tuple[list[str], RunConfig]:
 
 
 def _ranks(config: RunConfig, cluster: Cluster, capacity: Capacity, build: Build) -> int | None:
-    """The least number of ranks, in whole hosts, at which the request fits: by halves, more never need more."""
+    """The least number of ranks, in whole hosts, at which the request fits; more ranks never need more each."""
     slots = len(cluster.hosts[0].slots)
 
     def fits(hosts: int) -> bool:
@@ -112,9 +121,12 @@ def _ranks(config: RunConfig, cluster: Cluster, capacity: Capacity, build: Build
         except UserError:
             return False
 
-    low, high = len(cluster.hosts), MOST_RANKS // slots
-    if high <= low or not fits(high):
+    low, high, most = len(cluster.hosts), 2 * len(cluster.hosts), MOST_RANKS // slots
+    if most <= low or not fits(most):
         return None
+    while high < most and not fits(high):
+        low, high = high, 2 * high
+    high = min(high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from launcher import planning
 from launcher.planner.candidates import ORDER
 from launcher.planner.capacity import Capacity, Machine, capacity_of
 from launcher.planning import Prospect
@@ -24,7 +25,7 @@ from launcher.report import report
 from launcher.rundir import RunDir
 from launcher.show_plan import show
 from tests.plan import goldens
-from tests.plan.asking import ROOT, planned, refused, unmeasured
+from tests.plan.asking import ROOT, composed, planned, refused, unmeasured
 
 Cli = Callable[..., Any]
 CARD = "plan.memory_bytes=24000000000"
@@ -72,6 +73,7 @@ class _Anything(dict[str, str]):
     [
         ("fits", (CARD, "zero=stage3", "offload=cpu", *SHOWN)),
         ("does_not_fit", ("plan.memory_bytes=6000000000", "zero=stage1", "train.global_batch_size=64", *SHOWN)),
+        ("timed", ("hardware=h100_80g", "zero=stage3", "zeropp=hpz", *SHOWN)),
         ("unknown", ("zero=stage2", "mode=plan", "run.dir=/runs/a")),
     ],
 )
@@ -165,7 +167,7 @@ def test_json_holds_the_same_figures(cli: Cli) -> None:
     answer = cli(*request, "plan.format=json")
     assert (answer.code, answer.err) == (0, "")
     said = json.loads(answer.out)["report"]
-    expected = figures("mode=plan", CARD, "plan.compare=true", "plan.scale=[2,4]")
+    expected = report(planning.prospect(composed("mode=plan", CARD, "plan.compare=true", "plan.scale=[2,4]")))
     assert said == json.loads(json.dumps(expected))
 
 
