@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.planner.families import Block, Part
 from launcher.planner.gathers import Counts, Limits, Trace, gathers
 from launcher.planner.memory import WEIGHT_BYTES
+from launcher.planner.parts import Block, Part
 
 NODE, NODES, WORLD = "node", "nodes", "world"
 SLICES = 64  # equal layers that stand for a model whose shapes are not known
