@@ -27,6 +27,12 @@ def solve(train: TrainSection, world_size: int) -> Batch:
     Any two determine the third. With one or none given: the micro batch is `fallback_micro_batch_size`
     and accumulation is 1, except that a given global batch keeps its value and accumulation is solved.
     """
+    if isinstance(train.micro_batch_size, str):
+        raise UserError(
+            Problem(
+                "train.micro_batch_size", train.micro_batch_size, "not a number of samples", "use a number, or auto"
+            )
+        )
     micro, accumulation, total = (
         train.micro_batch_size,
         train.gradient_accumulation_steps,

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher import compose, env, export, help, provenance, render, run
+from launcher import compose, env, export, help, planning, provenance, render, run
 from launcher.audit.scan import scan
 from launcher.cluster.value import resolve
 from launcher.command import ROOT
@@ -32,10 +32,13 @@ from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Pr
 from launcher.explain import explain
 from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
-from launcher.plan import Plan, build_plan, read_plan
+from launcher.plan import build_plan, read_plan
+from launcher.planner.choose import Chosen
+from launcher.report import report
 from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
 from launcher.schema import RunConfig
+from launcher.show_plan import show
 
 CONF = ROOT / "conf"
 
@@ -133,11 +136,16 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask
     if not shown:
         render.notes(replaced)
     try:
-        plan = _planned(request.config)
+        outlook = planning.prospect(request.config)
     except UserError as error:
         if shown:
             render.notes(replaced)  # they say why a key stands where it is refused
         raise UserError(*located(request.folded, error.problems), code=error.code) from None
+    plan = outlook.plan
+    if outlook.chosen is not None:
+        request = _settled(request, outlook.chosen)
+    if plan.config.mode == "train":
+        render.notes([said for said in (planning.refuse_unfit(outlook),) if said is not None])
     if recipe == "resume":
         if plan.config.mode == "train":
             end_last_attempt(old)
@@ -149,7 +157,7 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask
             render.note(needed.told(saved_layout(checkpoint["manifest"]), wanted_layout(plan)))
     sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
     if plan.config.mode == "plan":
-        render.plan(plan, RunDir(plan.config.run.dir or "RUN_DIR"), plan.config.plan.format, sources, replaced)
+        show(plan, report(outlook), RunDir(plan.config.run.dir or "RUN_DIR"), sources, replaced)
         return run.Outcome(EXIT_OK, None, overrides)
     if plan.config.mode == "check":
         return run.check(plan, overrides)
@@ -221,19 +229,18 @@ def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:
 
 
 def _changed(cfg: DictConfig, composed: DictConfig) -> RunConfig:
-    """A stored request, typed, with this command line's mode."""
+    """A stored request, typed, with this command line's mode and what it asks of the plan."""
     config = compose.to_run_config(composed)
-    config.mode, config.plan.format = str(cfg.mode), str(cfg.plan.format)
-    return config
+    asked = compose.to_run_config(cfg).plan
+    memory_bytes = config.plan.memory_bytes if asked.memory_bytes is None else asked.memory_bytes
+    plan = dataclasses.replace(asked, memory_bytes=memory_bytes)
+    return dataclasses.replace(config, mode=str(cfg.mode), plan=plan)
 
 
-def _planned(config: RunConfig) -> Plan:
-    """The plan of a request; a model of unknown size is measured, in a process, once nothing else is wrong."""
-    environment = run.worker_environment(config)
-    plan = build_plan(config, environment)
-    if plan.estimate.parameters is None:
-        plan = build_plan(config, environment, run.measured_parameters(config))
-    return plan
+def _settled(request: Request, chosen: Chosen) -> Request:
+    """The request with what was chosen in the place of its autos."""
+    overrides = planning.settled(request.overrides, chosen)
+    return Request(chosen.config, overrides, planning.settled_origin(request.origin, chosen), request.folded)
 
 
 def _sweep_folder(arguments: list[str]) -> Path:

@@ -28,6 +28,13 @@ PATH_KEYS_DATA = (
     *("files", "validation_files", "train", "validation", "data_files"),
     *("tokenizer", "chat_template", "cache_dir"),
 )
+# What a command line says for itself alone when it continues a run.
+NOT_STORED = (
+    "recipe",
+    "run.dir",
+    "mode",
+    *(f"plan.{name}" for name in ("format", "compare", "scale", "html", "force")),
+)
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -83,7 +90,7 @@ def recompose(
     files of conf/ that changed since then do not change the run.
     """
     old = stored_overrides(run)
-    added = [text for text in new_overrides if _key(text) not in ("recipe", "run.dir", "mode", "plan.format")]
+    added = [text for text in new_overrides if _key(text) not in NOT_STORED]
     replaced = {_key(text) for text in added}
     combined = [text for text in old if _key(text) not in replaced] + added
     stored = OmegaConf.load(run.config)
@@ -121,12 +128,15 @@ def auto_name(config: RunConfig) -> str:
 def rewrite_overrides(arguments: list[str]) -> list[str]:
     """Makes keys of free-form maps settable with or without a leading `+`: Hydra tells them apart, users need not.
 
-    And takes `checkpoint.async`, which no field of a Python class can be called, for `checkpoint.background`.
+    And takes `checkpoint.async`, which no field of a Python class can be called, for `checkpoint.background`, and
+    `plan.scale=8,16` for the list it means, which Hydra would take for a sweep.
     """
     rewritten = []
     for text in arguments:
         if text.lstrip("+").startswith("checkpoint.async="):
             text = text.replace("async", "background", 1)
+        if text.startswith("plan.scale=") and text[len("plan.scale=") :][:1].isdecimal():
+            text = f"plan.scale=[{text.partition('=')[2]}]"
         bare = text.lstrip("+")
         starts = tuple(f"{name}{after}" for name in FREE_MAPS for after in (".", "={"))
         free = not text.startswith("-") and bare.startswith(starts)
@@ -170,6 +180,7 @@ def _absolute_paths(config: RunConfig) -> None:
         (config.cluster, ("hostfile",)),
         (config.hardware, ("file",)),
         (config.export, ("dir", "source")),
+        (config.plan, ("html",)),
     ):
         for name in names:
             value = getattr(section, name)

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,8 @@ from launcher.planner.assess import memory_of
 from launcher.planner.collectives import Move
 from launcher.planner.movement import movement_of
 from launcher.planner.prediction import Memory
+from launcher.planner.profile import Profile
+from launcher.planner.setup import Setup
 from launcher.planner.timing import StepTime
 from launcher.rules import judge
 from launcher.rules_peft import missing_package
@@ -60,6 +63,15 @@ class Estimate:
     """Model FLOPs of one optimizer step over all ranks, recomputation left out."""
     time: StepTime | None = None
     """Estimated time of one optimizer step; null where hardware=... does not say how fast everything is."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was measured of a model: its parameters, and a pass over a micro-batch, or why there is none."""
+
+    parameters: int | None = None
+    profile: Profile | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,30 +167,34 @@ def read_plan(path: Path) -> Plan:
 def build_plan(
     config: RunConfig,
     env: dict[str, str],
-    measured_parameters: int | None = None,
+    facts_of: Callable[[RunConfig, int, str], ModelFacts] | None = None,
     resume_from: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
     """Judges the request and returns its plan; raises one UserError with every problem.
 
-    `measured_parameters`: count of a model whose family `planner.shapes` does not know.
+    `facts_of` a request, its micro-batch size and its precision: what was measured of the model, asked when nothing
+    else is wrong. Without it, families that `planner.shapes` does not know have no size. `cluster`: instead of the
+    request's own, for what is only compared.
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
-    cluster, batch, deepspeed = _judged(config)
-    known = shapes.count_parameters(config.model.config) if config.model.target is None else None
-    parameters = known or measured_parameters
+    cluster, batch, deepspeed = _judged(config, cluster)
+    facts = ModelFacts()
+    if facts_of is not None:
+        facts = facts_of(config, batch.micro_batch_size, ds_config.precision(deepspeed))
     return Plan(
         version=VERSION,
         config=config,
         cluster=cluster,
         batch=batch,
         deepspeed=deepspeed,
-        estimate=_estimate(parameters, config, deepspeed, cluster, batch),
+        estimate=_estimate(facts, config, deepspeed, cluster, batch),
         env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
 
 
-def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
+def _judged(config: RunConfig, other: Cluster | None) -> tuple[Cluster, Batch, dict[str, Any]]:
     """Cluster, batch and DeepSpeed dict of a request in which nothing is wrong; else one UserError with everything."""
     problems = [problem for problem in (version_problem(), missing_package(config)) if problem is not None]
     problems += missing_code(config)
@@ -188,7 +204,7 @@ def _judged(config: RunConfig) -> tuple[Cluster, Batch, dict[str, Any]]:
     batch: Batch | None = None
     deepspeed: dict[str, Any] | None = None
     try:
-        cluster = resolve(config.cluster, config.launch)
+        cluster = other or resolve(config.cluster, config.launch)
         batch = solve(config.train, cluster.world_size)
     except UserError as error:
         problems += error.problems
@@ -218,9 +234,11 @@ def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _estimate(
-    parameters: int | None, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+    facts: ModelFacts, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
 ) -> Estimate:
     """Where it is not known how many parameters an adapter has, all of the model's count as trained."""
+    known = shapes.count_parameters(config.model.config) if config.model.target is None else None
+    parameters = known or facts.parameters
     if parameters is None:
         return Estimate(None, None, {}, {}, {}, None, None, None)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
@@ -228,6 +246,8 @@ def _estimate(
     if peft.kind == "lora" and peft.rank is not None:
         adapter = shapes.count_adapter(config.model.config, peft.rank, peft.target, peft.modules_to_save)
         trained, frozen = (parameters, 0) if adapter is None else (adapter, parameters)
+    if facts.profile is not None:
+        trained, frozen = facts.profile.trained, facts.profile.frozen
     state = memory.model_state(
         trained,
         stage,
@@ -245,7 +265,8 @@ def _estimate(
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
-    predicted = memory_of(state, buckets)
+    setup = Setup.of(deepspeed, cluster.world_size, config.ema.decay is not None, cluster.accelerator == "cpu")
+    predicted = memory_of(setup, facts.profile or Profile.without_activations(trained, frozen))
     movement = movement_of(parameters, config, deepspeed, cluster, batch)
-    known = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
-    return Estimate(parameters, *known, **vars(movement))
+    known_sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
+    return Estimate(parameters, *known_sizes, **vars(movement))

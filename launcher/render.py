@@ -13,19 +13,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.audit.scan import Finding as Suspicion
 from launcher.cluster.preflight import FAIL, OK, Finding, failed
-from launcher.command import deepspeed_command
-from launcher.ds_config import precision, zero_stage
-from launcher.ds_file import leaves
-from launcher.ds_values import show
+from launcher.ds_config import zero_stage
 from launcher.errors import Failure, Problem, format_problems
 from launcher.plan import Plan
-from launcher.planner.memory import DEFAULT_BUCKET_ELEMENTS
 from launcher.rundir import RunDir
 
 GB = 1e9
@@ -55,46 +51,6 @@ def notes(texts: Sequence[str]) -> None:
     """One line each, on stderr."""
     for text in texts:
         note(text)
-
-
-def plan(value: Plan, run: RunDir, form: str, sources: Mapping[str, str], replaced: Sequence[str]) -> None:
-    """`mode=plan`: one JSON object, or tables for a person. `replaced`: what of the user's file does not count."""
-    if form == "json":
-        more = {"commands": {"launch": _command(value, run)}, "sources": dict(sources)}
-        print(json.dumps(value.to_json() | more, ensure_ascii=False))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    estimate, batch = value.estimate, value.batch
-    stage, kind = zero_stage(value.deepspeed), precision(value.deepspeed)
-    size = f"{estimate.parameters:,} parameters" if estimate.parameters else "size not known"
-    hosts = ", ".join(f"{host.name} x{len(host.slots)}" for host in value.cluster.hosts[:8])
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in (
-        ("model", f"{value.config.model.name}: {size}, {kind}"),
-        ("cluster", f"{value.world_size} ranks on {hosts} ({value.cluster.accelerator})"),
-        (
-            "batch",
-            f"{batch.global_batch_size} samples a step = micro {batch.micro_batch_size} x accumulation "
-            f"{batch.gradient_accumulation_steps} x {value.world_size} ranks; "
-            f"{batch.global_batch_size * value.config.train.sequence_length:,} tokens",
-        ),
-        ("steps", f"{value.config.run.steps}, seed {value.config.run.seed}"),
-    ):
-        table.add_row(f"[bold]{name}[/bold]", text)
-    console.print(table)
-    if estimate.parameters:
-        console.print(_memory_table(value, stage))
-    print_table(
-        "DeepSpeed", [(path, show(item), sources[f"deepspeed.{path}"]) for path, item in leaves(value.deepspeed)]
-    )
-    for line in replaced:
-        print(line)
-    console.print("[bold]command[/bold]")
-    print("  " + shlex.join(_command(value, run)))
-    print(f"fingerprint {value.fingerprint[:16]}; nothing was started or written")
 
 
 def suspicions(files: int, found: Sequence[Suspicion], form: str) -> None:
@@ -141,53 +97,11 @@ def explanation(lines: Sequence[tuple[str, str]]) -> None:
     text("\n".join(f"{label:<{width}}  {words}".rstrip() for label, words in lines))
 
 
-def print_table(first: str, rows: Sequence[tuple[str, str, str]]) -> None:
+def table(first: str, rows: Sequence[tuple[str, str, str]]) -> str:
     """`key  value  from`, as wide as it needs to be: a line of a terminal or of a file is never cut."""
     titled = [(first, "value", "from"), *rows]
     widths = [max(len(row[column]) for row in titled) for column in (0, 1)]
-    for key, value, source in titled:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}")
-
-
-def _memory_table(value: Plan, stage: int) -> Any:
-    from rich.table import Table
-
-    estimate = value.estimate
-    assert estimate.textbook_bytes is not None and estimate.checkpoint_bytes is not None
-    table = Table(title=f"model state and traffic per rank, stage {stage}, GB", title_justify="left")
-    table.add_column("term")
-    table.add_column("device", justify="right")
-    table.add_column("host", justify="right")
-    for name in ("weights", "gradients", "master", "moments", "average"):
-        device, host = estimate.device_bytes.get(name), estimate.host_bytes.get(name)
-        if device or host:
-            table.add_row(name, _gb(device), _gb(host))
-    table.add_row("resident", _gb(sum(estimate.device_bytes.values())), _gb(sum(estimate.host_bytes.values())))
-    if estimate.reduce_bucket_bytes:
-        table.add_row(f"reduce buckets ({_bucket_text(value, stage)})", _gb(estimate.reduce_bucket_bytes), "")
-    table.add_section()
-    table.add_row("textbook (2 + 2 + 12 bytes a parameter)", _gb(estimate.textbook_bytes), "")
-    table.add_row("sent per step", _gb(estimate.traffic_bytes.get("total")), "")
-    table.add_row("one checkpoint, all ranks", "", _gb(estimate.checkpoint_bytes))
-    table.caption = "without activations, logits, gathered parameters and fragmentation"
-    table.caption_justify = "left"
-    return table
-
-
-def _bucket_text(value: Plan, stage: int) -> str:
-    zero = value.deepspeed.get("zero_optimization", {})
-    doubled = "2 x " if stage < 3 and zero.get("overlap_comm") else ""
-    return f"{doubled}{zero.get('reduce_bucket_size', DEFAULT_BUCKET_ELEMENTS):,} elements"
-
-
-def _gb(size: int | None) -> str:
-    return "" if size is None else f"{size / GB:,.3f}"
-
-
-def _command(value: Plan, run: RunDir) -> list[str]:
-    port = value.config.cluster.master_port or 0  # 0: a free one is taken at the start
-    address = None if value.cluster.local else value.config.cluster.master_addr or value.cluster.hosts[0].name
-    return deepspeed_command(value, run, port, address)
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in titled)
 
 
 def start(run: RunDir, value: Plan, attempt: int) -> None:

@@ -38,7 +38,7 @@ from launcher.command import (
 from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, UserError, raise_if
 from launcher.leftovers import end_on_hosts
 from launcher.onhost import secrets
-from launcher.plan import Plan, build_plan, installed_versions
+from launcher.plan import ModelFacts, Plan, build_plan, installed_versions
 from launcher.remote import Reach, run_script
 from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
@@ -161,14 +161,6 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
     if config.tracker.kind == "wandb" and not env.has_wandb_key():
         variables.setdefault("WANDB_MODE", "offline")
     return variables | {name: str(value) for name, value in config.cluster.env.items()}
-
-
-def measured_parameters(config: RunConfig) -> int | None:
-    """Parameter count of a model that is not known by formula: built on the meta device, where it can be."""
-    request = {"config": config.model.config, "cache": str(env.cache_dir() / "profiles")}
-    own = {"target": config.model.target, "source": config.run.source}
-    found: int | None = ask_worker("profile", request | own)["parameters"]
-    return found
 
 
 def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -344,7 +336,8 @@ def _without(plan: Plan, lost: set[str], manifest: dict[str, Any]) -> Plan:
     cluster = dataclasses.replace(plan.config.cluster, include=spec(left), exclude=None)
     config = dataclasses.replace(plan.config, cluster=cluster)
     config = rebatched(config, plan.batch, sum(map(len, left.values())), plan.world_size, set())
-    smaller = build_plan(config, worker_environment(config), plan.estimate.parameters)
+    known = ModelFacts(plan.estimate.parameters)
+    smaller = build_plan(config, worker_environment(config), lambda *asked: known)
     raise_if(changed_layout(smaller, manifest))
     return smaller
 

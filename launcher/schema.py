@@ -31,8 +31,8 @@ class RunSection:
 
 @dataclass
 class TrainSection:
-    micro_batch_size: int | None
-    """Samples per forward pass and rank."""
+    micro_batch_size: int | str | None
+    """Samples per forward pass and rank; auto: the largest power of two that fits."""
     gradient_accumulation_steps: int | None
     """Forward/backward passes per optimizer step and rank."""
     global_batch_size: int | None
@@ -113,8 +113,8 @@ class PeftSection:
 
 @dataclass
 class ActivationSection:
-    checkpointing: bool
-    """Recompute activations of each layer in backward instead of keeping them."""
+    checkpointing: bool | str
+    """Recompute activations of each layer in backward instead of keeping them; auto: where it is needed to fit."""
 
 
 @dataclass
@@ -275,6 +275,16 @@ class ExportSection:
 class PlanSection:
     format: str
     """text or json: how `mode=plan` prints."""
+    compare: bool
+    """Have mode=plan judge every stage x offload x activation checkpointing for this model and cluster."""
+    scale: list[int]
+    """Numbers of ranks for which mode=plan judges the same configuration: 8,16,32,64."""
+    html: str | None
+    """File into which mode=plan writes what it shows, as one page; null: none."""
+    force: bool
+    """Start a run whose planned peak does not fit."""
+    memory_bytes: int | None
+    """Bytes of memory that a rank's device has; null: what this machine says, where all ranks are on it."""
 
 
 @dataclass

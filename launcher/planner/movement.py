@@ -72,7 +72,7 @@ def step_of(config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batc
         hosts=len(cluster.hosts),
         precision=precision,
         micro_batches=batch.gradient_accumulation_steps,
-        recomputed=config.activation.checkpointing,
+        recomputed=bool(config.activation.checkpointing),
         zero=deepspeed.get("zero_optimization", {}),
         communication=str(deepspeed.get("communication_data_type") or precision).lower(),
     )

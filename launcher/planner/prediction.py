@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOMENTS = ("init", "forward", "backward", "step")
+
 
 @dataclass(frozen=True)
 class Moment:
     """One moment of a step at its highest point: bytes of a rank on its device, by term."""
 
     name: str
-    """init, forward, backward or step (the optimizer's)."""
+    """One of MOMENTS: the engine is built, a micro-batch goes forward and backward, the optimizer steps."""
     terms: dict[str, int]
 
     @property

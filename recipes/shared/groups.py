@@ -22,7 +22,7 @@ def parameter_groups(plan: Plan, model: nn.Module) -> list[Any]:
     Sets `requires_grad` to False on frozen ones. Any rank, the same on each; raises UserError for a pattern or group
     that matches nothing and for a model with nothing left to train.
     """
-    _freeze(plan, model)
+    freeze(plan, model)
     names = group_names(plan, model)
     if not any(names):
         raise UserError(Problem("parameters.frozen", "everything", "nothing is left to train", "freeze less"))
@@ -78,7 +78,8 @@ def likes(names: Iterable[str]) -> str:
     return f"names are like {', '.join(list(names)[:3])}"
 
 
-def _freeze(plan: Plan, model: nn.Module) -> None:
+def freeze(plan: Plan, model: nn.Module) -> None:
+    """Parameters that `parameters.frozen` names are not trained; raises UserError for a pattern that fits none."""
     names = dict(model.named_parameters())
     for pattern in plan.config.parameters.frozen:
         found = matching(names, [pattern])

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from launcher.errors import Problem, UserError
 from launcher.plan import Plan
+from recipes.shared import architecture
 from recipes.shared.adapter_export import PREFIX, base_name
 from recipes.shared.construct import ShardedConstruction
 from recipes.shared.distributed import Ranks
-from recipes.shared.hf_config import DTYPES, make_config, model_class
+from recipes.shared.hf_config import DTYPES
 from recipes.shared.lora import adapted
-from recipes.shared.own_code import make_model
 from recipes.shared.pretrained import load_whole, match, open_weights
 
 
@@ -87,25 +86,7 @@ def _undrawn(plan: Plan) -> Any:
 
 def from_config(plan: Plan) -> nn.Module:
     """A model drawn from its configuration in fp32: a language model, or a module of the user's own."""
-    section = plan.config.model
-    if section.target is not None:
-        return _checkpointing(plan, make_model(section.target, plan.config.run.source, section.config))
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if section.attn_implementation:
-        options["attn_implementation"] = section.attn_implementation
-    config = make_config(section.config)
-    config.use_cache = False
-    model: nn.Module = model_class(config).from_config(config, **options)
-    return _checkpointing(plan, model)
-
-
-def _checkpointing(plan: Plan, model: Any) -> nn.Module:
-    if plan.config.activation.checkpointing:
-        if not hasattr(model, "gradient_checkpointing_enable"):
-            why = "the module has no method gradient_checkpointing_enable"
-            raise UserError(Problem("activation", "full", why, "use activation=none, or give it one"))
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return cast(nn.Module, model)
+    return architecture.drawn(plan.config)
 
 
 def seed_everything(seed: int) -> None:

@@ -1,75 +1,98 @@
-"""Facts about a model that only torch can tell: its parameter count, on the meta device, cached by configuration.
+"""Facts about a model that only torch can tell, on the meta device: its parameters, and what is alive when in a step.
 
-Run as a job by the launcher for model families whose shapes it does not know.
-Must never allocate weights.
+Run as a job by the launcher, which remembers the answer. A module of the user's own is counted and not run.
+Must never allocate weights, or load DeepSpeed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from launcher.errors import Problem, UserError
-from launcher.rundir import read_json, write_json
+from launcher.plan import Plan
+from launcher.rundir import write_json
+from launcher.schema import RunConfig, from_dict
 
 LONGEST_LINE = 200
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """{"parameters": n} of request["config"]; tied weights once. Raises UserError where no model can be built.
+    """{"parameters": n, "timeline": what `timeline.record` gives, or null, "why": of null} of one micro-batch.
 
-    Of a module of the user's own, request["target"]: None where it cannot be made without values. Its code may change,
-    so nothing is remembered.
+    request: config (a RunConfig's fields), micro_batch_size, precision, file (where to keep the answer, or null).
+    Raises UserError where no model can be built.
     """
-    if request.get("target") is not None:
-        return {"parameters": count_own(request["target"], request["source"], request["config"])}
-    key = hashlib.sha256(json.dumps(request["config"], sort_keys=True).encode()).hexdigest()[:24]
-    cached = Path(request["cache"]) / f"{key}.json"
-    known = read_json(cached)
-    if known is not None:
-        return dict(known)
-    answer = {"parameters": count_parameters(request["config"])}
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    write_json(cached, answer)
+    config: RunConfig = from_dict(RunConfig, request["config"])
+    if config.model.target is not None:
+        why = "the module is your own, and what its batches hold is known when data is read"
+        return {"parameters": count_own(config), "timeline": None, "why": why}
+    model = build(config)
+    answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "timeline": None, "why": None}
+    try:
+        answer["timeline"] = _timeline(config, model, request["micro_batch_size"], request["precision"])
+    except UserError:
+        raise
+    except Exception as error:  # a family's own code may look at values, which meta tensors lack
+        answer["why"] = _reason(error)
+    if request["file"] is not None:
+        Path(request["file"]).parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(request["file"]), answer)
     return answer
 
 
-def count_parameters(fields: dict[str, Any]) -> int:
-    """Parameters of the language model of these Hugging Face configuration fields, each object once."""
+def build(config: RunConfig) -> Any:
+    """The model as it is trained, with an adapter and frozen parameters, on the meta device."""
     import torch
 
-    from recipes.shared.hf_config import make_config, model_class
+    from recipes.shared.architecture import drawn
+    from recipes.shared.groups import freeze
+    from recipes.shared.lora import adapted
 
+    plan = cast(Plan, SimpleNamespace(config=config))
     try:
-        config = make_config(fields)
         with torch.device("meta"):
-            model = model_class(config).from_config(config)
-        model.tie_weights()
+            model: Any = drawn(config)
+            model.tie_weights()
+            model = adapted(plan, model)
     except UserError:
         raise
     except Exception as error:  # whatever the family's own code raises for fields it cannot work with
-        raise UserError(
-            Problem(
-                "model.config",
-                json.dumps(fields)[:200],
-                f"no {fields['model_type']} model can be built from it: {_reason(error)}",
-                "correct the fields the message speaks of, or choose another model",
-            )
-        ) from None
-    return sum(parameter.numel() for parameter in model.parameters())
+        kind, fix = config.model.config.get("model_type"), "correct the fields the message speaks of, or choose another"
+        why = f"no {kind} model can be built from it: {_reason(error)}"
+        raise UserError(Problem("model.config", json.dumps(config.model.config)[:200], why, f"{fix} model")) from None
+    freeze(plan, model)
+    return model.train()
 
 
-def count_own(target: str, source: str | None, config: dict[str, Any]) -> int | None:
+def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: str) -> dict[str, Any]:
+    import torch
+
+    from recipes.shared.hf_config import DTYPES
+    from recipes.shared.timeline import record
+
+    length, chat = config.train.sequence_length, config.data.get("kind") == "chat"
+    length = length // 2 if model.config.is_encoder_decoder else length  # reads one half and writes the other
+    names = ["input_ids", "labels"]
+    if chat:
+        names.append("position_ids" if config.data.get("packing") else "attention_mask")
+    shape = (micro_batch_size, length)
+    batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
+    return record(model.to(DTYPES[precision]), batch, full=not chat)
+
+
+def count_own(config: RunConfig) -> int | None:
     """Parameters of the user's own module, each object once; None where its code looks at values, which meta lacks."""
     import torch
 
     from recipes.shared.own_code import make_model
 
+    target, arguments = str(config.model.target), config.model.config
     try:
         with torch.device("meta"):
-            model = make_model(target, source, config)
+            model = make_model(target, config.run.source, arguments)
     except UserError:
         raise
     except Exception as error:
@@ -77,7 +100,7 @@ def count_own(target: str, source: str | None, config: dict[str, Any]) -> int | 
             return None
         fix = "correct model.config, its keyword arguments, or its code"
         why = f"{target} cannot be built from it: {_reason(error)}"
-        raise UserError(Problem("model.config", json.dumps(config)[:200], why, fix)) from None
+        raise UserError(Problem("model.config", json.dumps(arguments)[:200], why, fix)) from None
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -18,10 +18,12 @@ from omegaconf import DictConfig
 
 from launcher import ds_config
 from launcher.batch import solve
-from launcher.cluster.value import resolve
+from launcher.cluster.value import Cluster, resolve
 from launcher.compose import rewrite_overrides, to_run_config
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan, build_plan
+from launcher.planner.capacity import Capacity
+from launcher.planner.choose import choose
 from launcher.rules import RULES
 from launcher.schema import RunConfig
 
@@ -56,6 +58,18 @@ COMBINATIONS = list(itertools.product(range(4), ("none", "cpu", "cpu_all", "nvme
 def planned(*overrides: str) -> Plan:
     """The plan of a request, with an empty environment."""
     return build_plan(composed(*overrides), {})
+
+
+def chosen(*overrides: str, memory_bytes: int = 10**18) -> Plan:
+    """The plan that is chosen for a request with an auto, where a rank may use `memory_bytes` on a CPU."""
+    config = composed(*overrides)
+    capacity = Capacity(memory_bytes, 0, None, True, "the test")
+    return choose(config, resolve(config.cluster).world_size, capacity, unmeasured).plan
+
+
+def unmeasured(config: RunConfig, cluster: Cluster | None = None) -> Plan:
+    """What plans candidates, with an empty environment."""
+    return build_plan(config, {}, cluster=cluster)
 
 
 def refused(*overrides: str) -> tuple[Problem, ...]:

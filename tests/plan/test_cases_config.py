@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,20 +275,22 @@ def test_every_solved_auto_is_solved() -> None:
 # --- judge first -----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_measured_only_when_nothing_else_is_wrong(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_measured_only_when_nothing_else_is_wrong(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[str] = []
 
-    def measured(config: Any) -> int:
-        asked.append(config.model.config["model_type"])
-        return 1000
+    def measured(job: str, request: Any) -> dict[str, Any]:
+        asked.append(request["config"]["model"]["config"]["model_type"])
+        return {"parameters": 1000, "timeline": None, "why": "it is only counted here"}
 
-    monkeypatch.setattr("launcher.run.measured_parameters", measured)
+    monkeypatch.setattr("launcher.run.ask_worker", measured)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli("mode=plan", "model.config.model_type=falcon", "run.steps=0").code == 2
     assert asked == []
     assert cli("mode=plan", "model.config.model_type=llama").code == 0
-    assert asked == []
     answer = cli("mode=plan", "plan.format=json", "model.config.model_type=falcon")
-    assert asked == ["falcon"]
+    assert asked == ["llama", "falcon"]
     assert json.loads(answer.out)["estimate"]["parameters"] == 1000
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from launcher.cluster.value import Host
 from launcher.errors import UserError
-from launcher.plan import Plan, build_plan, read_plan
+from launcher.plan import ModelFacts, Plan, build_plan, read_plan
 from launcher.rundir import write_json
 from tests.plan.asking import ROOT, composed, planned, refuses
 
@@ -149,7 +149,7 @@ def test_environment_and_resumed_checkpoint_are_part_of_the_fingerprint() -> Non
 def test_a_model_of_unknown_family_is_planned_with_its_measured_size() -> None:
     config = composed("model.config.model_type=falcon", "cluster.num_procs=4")
     assert build_plan(config, {}).estimate.textbook_bytes is None
-    assert build_plan(config, {}, measured_parameters=1000).estimate.parameters == 1000
+    assert build_plan(config, {}, lambda *asked: ModelFacts(1000)).estimate.parameters == 1000
 
 
 STABLE = """

@@ -36,7 +36,7 @@ def problem(where: str, got: str, why: str, fix: str) -> str:
 @pytest.mark.parametrize("choice", ["stage9", "3", "null"])
 def test_an_unknown_choice_of_a_group_names_the_legal_ones(cli: Cli, choice: str) -> None:
     answer = cli("mode=plan", f"zero={choice}")
-    legal = "use zero=stage0, zero=stage1, zero=stage2, zero=stage3"
+    legal = "use zero=auto, zero=stage0, zero=stage1, zero=stage2, zero=stage3"
     assert answer.code == 2
     assert answer.err == problem("zero", choice, f"conf/zero has no file {choice}.yaml", legal)
 
@@ -83,10 +83,10 @@ def test_a_deleted_option_that_does_not_exist_is_named(cli: Cli) -> None:
     [
         ("run.steps=abc", "'abc'", "int"),
         ("train.sequence_length=1.5", "1.5", "int"),
-        ("activation.checkpointing=maybe", "'maybe'", "bool"),
+        ("cluster.preflight=maybe", "'maybe'", "bool"),
         ("tracker.timeout_s=soon", "'soon'", "float"),
         ("tracker.tags=abc", "'abc'", "list[str]"),
-        ("train.micro_batch_size=four", "'four'", "int | None"),
+        ("train.global_batch_size=four", "'four'", "int | None"),
     ],
 )
 def test_a_value_of_the_wrong_type_names_option_value_and_type(cli: Cli, override: str, got: str, kind: str) -> None:

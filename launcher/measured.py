@@ -1,0 +1,67 @@
+"""A request -> the profile of its model, measured in a process of its own and remembered.
+
+Called when a plan is built, through `profiles`. Remembered by everything that decides it, versions included.
+Must never start a process for what is remembered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launcher import env, run
+from launcher.plan import ModelFacts, installed_versions
+from launcher.planner.profile import Profile
+from launcher.rundir import read_json
+from launcher.schema import RunConfig
+
+Profiles = Callable[[RunConfig, int, str], ModelFacts]
+VERSION = 1  # of what a profile holds
+DECIDING = ("torch", "transformers", "peft")
+
+
+def profiles(measure: bool) -> Profiles:
+    """A function of a request, its micro-batch and its precision that gives what is known of the model.
+
+    `measure`: run what is not remembered (5 to 10 s); without it such a model is not known.
+    """
+
+    def known(config: RunConfig, micro_batch_size: int, precision: str) -> ModelFacts:
+        request = {"config": _deciding(config), "micro_batch_size": micro_batch_size, "precision": precision}
+        file = None if config.model.target is not None else _file(request)
+        answer = read_json(file) if file is not None else None
+        if answer is None and measure:
+            whole = {"config": dataclasses.asdict(config), "file": None if file is None else str(file)}
+            answer = run.ask_worker("profile", request | whole)
+        if answer is None:
+            return ModelFacts()
+        timeline = answer["timeline"]
+        return ModelFacts(
+            answer["parameters"], None if timeline is None else Profile.from_json(timeline), answer["why"]
+        )
+
+    return known
+
+
+def _deciding(config: RunConfig) -> dict[str, Any]:
+    """What of a request decides its model's profile, beside its batch and precision."""
+    peft = dataclasses.asdict(config.peft) if config.peft.kind != "none" else None
+    return {
+        "model": config.model.config,
+        "attention": config.model.attn_implementation,
+        "length": config.train.sequence_length,
+        "checkpointing": config.activation.checkpointing,
+        "peft": peft,
+        "frozen": config.parameters.frozen,
+        "data": [config.data.get("kind") == "chat", bool(config.data.get("packing"))],
+    }
+
+
+def _file(request: dict[str, Any]) -> Path:
+    versions = {name: version for name, version in installed_versions().items() if name in DECIDING}
+    text = json.dumps([request, versions, VERSION], sort_keys=True)
+    return env.cache_dir() / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"

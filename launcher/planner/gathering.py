@@ -1,0 +1,204 @@
+"""Which parameters are whole at which moment at stage 3: the order of gathers and releases DeepSpeed 0.19.8 follows.
+
+Used by `launcher.planner.sharded`. Source: runtime/zero/partitioned_param_coordinator.py (fetch, prefetch, release) and
+partition_parameters.py (AllGatherCoalescedHandle).
+Must never decide by bytes what DeepSpeed decides by elements.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass, field
+
+from launcher.planner.ledger import Ledger
+from launcher.planner.profile import BACKWARD, FORWARD, FORWARD_END, Event, Profile
+from launcher.planner.setup import Setup
+
+WHOLE, COPY = "gathered parameters", "gather buffers"
+
+
+@dataclass(eq=False)
+class Handle:
+    """One gather: its flat output lives until the last of its parameters has been waited for."""
+
+    parameters: list[int]
+    waiting: set[int] = field(default_factory=set)
+    flat_bytes: int = 0
+    done: bool = False
+
+
+class Gathering:
+    """The coordinator of one rank: a first pass records the order of modules, later ones prefetch by it."""
+
+    def __init__(self, setup: Setup, profile: Profile, ledger: Ledger) -> None:
+        self.setup, self.profile, self.ledger = setup, profile, ledger
+        self.elements = [each.elements for each in profile.parameters]
+        self.ranks = setup.world_size
+        self.order: list[int] = []
+        self.complete = False
+        self.persistent = self._persistent()
+        self.whole: set[int] = set()
+        self.flying: dict[int, Handle] = {}
+        self.active: dict[int, set[int]] = {}
+        self.limits = {
+            name: setup.number(f"stage3_{name}")
+            for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+        }
+
+    def begin(self) -> None:
+        """A micro-batch begins (reset_step): the order is known once one has been recorded."""
+        for index in list(self.flying):
+            self._wait(index)
+            self._release(index)
+        if self.order and not self.complete:
+            self.complete = True
+            self._index_uses()
+        self.at = 0
+        self.available = 0
+        self.fetched_for = dict.fromkeys(range(len(self.elements)), -1)
+        self.queue = deque(self.uses) if self.complete else deque()
+
+    def visit(self, event: Event) -> None:
+        """A module's forward or backward begins (fetch) or ends (release)."""
+        if event.what in (FORWARD, BACKWARD):
+            self._fetch(event.index)
+        else:
+            self._leave(event.index, forward=event.what == FORWARD_END)
+
+    def release_all(self) -> None:
+        """Before the optimizer's step nothing is whole (partition_all_parameters)."""
+        self.active.clear()
+        for index in list(self.flying):
+            self._wait(index)
+        for index in list(self.whole):
+            self._release(index)
+
+    def gather_persistent(self) -> None:
+        """After it those that stay whole are gathered, one by one (_post_step)."""
+        for index in self.persistent - self.whole:
+            self.whole.add(index)
+            self.ledger.add(WHOLE, self._padded(index))
+
+    # --- fetch -------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, module: int) -> None:
+        own = self.profile.modules[module].parameters
+        if not self.complete:
+            self.order.append(module)
+        self._gather([index for index in own if index not in self.whole and index not in self.flying])
+        for index in own:
+            self.active.setdefault(index, set()).add(module)
+            if index in self.flying:
+                self._wait(index)
+        if self.complete:
+            self._prefetch(own)
+        self.at += 1
+
+    def _prefetch(self, own: tuple[int, ...]) -> None:
+        new = {index for index in own if self.fetched_for[index] < self.at}
+        passed: set[int] = set()
+        while self.queue and len(passed) < len(new):
+            index, step = self.queue.popleft()
+            self.fetched_for[index] = step
+            passed.add(index)
+        room = min(self.limits["max_live_parameters"] - self.available, self.limits["prefetch_bucket_size"])
+        ahead: list[int] = []
+        elements = 0
+        while self.queue and elements < room:
+            index, step = self.queue.popleft()
+            missing = index not in self.whole and index not in self.flying and index not in ahead
+            self.fetched_for[index] = max(self.fetched_for[index], step)
+            if missing:
+                ahead.append(index)
+                elements += self.elements[index]
+        self._gather(ahead)
+
+    def _gather(self, indices: list[int]) -> None:
+        """One parameter is gathered in place; several into one flat tensor, and copied out of it when waited for."""
+        if not indices:
+            return
+        self.available += sum(self.elements[index] for index in indices)
+        if self.ranks == 1:
+            self.whole.update(indices)  # the partition is the parameter
+            return
+        handle = Handle(indices, set(indices))
+        if self.setup.one_memory:  # gloo gathers beside its output
+            self.ledger.spike(COPY, 2 * sum(self._padded(index) for index in indices))
+        if len(indices) == 1:
+            self.ledger.add(WHOLE, self._padded(indices[0]))
+            handle.done = True
+        else:
+            handle.flat_bytes = sum(self._padded(index) for index in indices)
+            self.ledger.add(COPY, handle.flat_bytes)
+        for index in indices:
+            self.flying[index] = handle
+
+    def _wait(self, index: int) -> None:
+        handle = self.flying.pop(index)
+        if not handle.done:
+            handle.done = True
+            for each in handle.parameters:
+                self.ledger.add(WHOLE, self.setup.weight * self.elements[each])
+        self.whole.add(index)
+        handle.waiting.discard(index)
+        if not handle.waiting:
+            self.ledger.add(COPY, -handle.flat_bytes)
+
+    # --- release -----------------------------------------------------------------------------------------------------
+
+    def _leave(self, module: int, forward: bool) -> None:
+        for index in self.profile.modules[module].parameters:
+            self.active.get(index, set()).discard(module)
+            if not self.complete or self._may_go(index):
+                self._release(index)
+
+    def _may_go(self, index: int) -> bool:
+        """Not if it stays for good, was passed over by the prefetch, or is used again within max_reuse_distance."""
+        if index in self.persistent or self.fetched_for[index] > self.at:
+            return False
+        uses = self.used_at[index]
+        following = bisect.bisect_left(uses, self.at)
+        if following == len(uses):
+            return True
+        between = self.traversed[uses[following]] - self.traversed[min(self.at, len(self.traversed) - 1)]
+        return between >= self.limits["max_reuse_distance"]
+
+    def _release(self, index: int) -> None:
+        if index not in self.whole or self.active.get(index):
+            return
+        self.whole.discard(index)
+        self.available -= self.elements[index]
+        if self.ranks > 1:
+            self.ledger.add(WHOLE, -min(self.ledger.terms.get(WHOLE, 0), self.setup.weight * self.elements[index]))
+        if not self.whole and not self.flying:
+            self.ledger.set(WHOLE, 0)  # what padding was left
+
+    # --- what is known beforehand ------------------------------------------------------------------------------------
+
+    def _persistent(self) -> set[int]:
+        threshold = self.setup.number("stage3_param_persistence_threshold")
+        left = self.setup.number("stage3_model_persistence_threshold")
+        found = set()
+        for index, elements in enumerate(self.elements):
+            if elements <= min(threshold, left):
+                found.add(index)
+                left -= elements
+        return found
+
+    def _index_uses(self) -> None:
+        """Where in the order each parameter is used, and how many elements were passed before."""
+        modules = self.profile.modules
+        self.uses = [
+            (index, at) for at, module in enumerate(self.order) for index in sorted(modules[module].parameters)
+        ]
+        self.used_at: list[list[int]] = [[] for _ in self.elements]
+        self.traversed = [0]
+        for at, module in enumerate(self.order):
+            for index in modules[module].parameters:
+                self.used_at[index].append(at)
+            size = sum(self.elements[index] for index in modules[module].parameters)
+            self.traversed.append(self.traversed[-1] + size)
+
+    def _padded(self, index: int) -> int:
+        return self.setup.weight * -(-self.elements[index] // self.ranks) * self.ranks

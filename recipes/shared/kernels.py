@@ -1,0 +1,70 @@
+"""Stand-ins, on the meta device, for kernels that keep less for backward than the operations they stand for.
+
+Used while a model is profiled. A fused attention kernel keeps its inputs, its output and one fp32 number a query; the
+meta device would run the unfused operations and keep every score.
+Must never stand in where the device itself would run the unfused operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+UNFUSED = 0  # torch's number of the plain implementation (SDPBackend.MATH)
+
+
+class _Fused(torch.autograd.Function):
+    """Attention as flash kernels do it: query, key and value [batch, heads, length, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(batch, length, heads, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@contextlib.contextmanager
+def attention_without_values() -> Iterator[None]:
+    """Within it `scaled_dot_product_attention` of meta tensors keeps what the real kernel would keep."""
+    original = functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if _choice(query, key, value, *rest, **named) == UNFUSED:
+            return original(query, key, value, *rest, **named)
+        return _Fused.apply(query, key, value)
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> int:
+    """The kernel that torch takes for such tensors on a CPU: one sample of few tokens is asked about."""
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    options = dict(zip(names, rest, strict=False)) | named
+    few = [tensor.new_empty((1, tensor.shape[1], 4, tensor.shape[3]), device="cpu") for tensor in (query, key, value)]
+    mask = options.get("attn_mask")
+    small = None if mask is None else torch.zeros((1, 1, 4, 4), dtype=mask.dtype, device="cpu")
+    return int(
+        torch._fused_sdp_choice(
+            *few,
+            small,
+            float(options.get("dropout_p") or 0.0),
+            bool(options.get("is_causal")),
+            scale=options.get("scale"),
+            enable_gqa=bool(options.get("enable_gqa")),
+        )
+    )

@@ -1,0 +1,126 @@
+"""In a rank: builds a plan's engine and trains a few steps, and says how many bytes were allocated at each moment.
+
+Called by the bench `planner` and by tests, in forked ranks. On a CPU torch's allocator reports every allocation to the
+profiler; on a GPU its own counters are read.
+Must never take a figure from the plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from launcher.plan import Plan
+from recipes.shared import distributed
+from recipes.shared.engine import build_engine
+from recipes.shared.losses import CausalLM
+from recipes.shared.model import build_model
+
+MARK = "moment: "
+MOMENTS = ("init", "forward", "backward", "step")
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """{"peaks": bytes by moment, "resident": bytes after the last step} of this rank; case: plan, steps."""
+    plan = Plan.from_json(case["plan"])
+    ranks = distributed.initialise(plan)
+    recorder = CpuRecorder() if ranks.device.type == "cpu" else CudaRecorder(ranks.device)
+    with recorder:
+        with recorder.moment("init"):
+            engine = build_engine(plan, build_model(plan, ranks))
+        objective = CausalLM()
+        for batch in _batches(plan, ranks, case["steps"]):
+            with recorder.moment("forward"):
+                loss = objective.loss(engine, batch)
+            with recorder.moment("backward"):
+                engine.backward(loss)
+            del loss
+            with recorder.moment("step"):
+                engine.step()
+    return recorder.found()
+
+
+def _batches(plan: Plan, ranks: Any, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+    shape = (plan.batch.micro_batch_size, plan.config.train.sequence_length)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for _ in range(steps * plan.batch.gradient_accumulation_steps):
+        tokens = torch.randint(0, plan.config.model.config["vocab_size"], shape, generator=generator)
+        yield {"input_ids": tokens.to(ranks.device), "labels": tokens.to(ranks.device)}
+
+
+class CpuRecorder:
+    """The running total of torch's CPU allocator, which reports every allocation to the profiler."""
+
+    def __enter__(self) -> CpuRecorder:
+        _count_all_threads()
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.profiler.__exit__(*error)
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """What is allocated in it counts for `name`."""
+        with record_function(MARK + name):
+            yield
+
+    def found(self) -> dict[str, Any]:
+        """Peaks of every moment over all steps, and what was left."""
+        inner: Any = self.profiler.profiler
+        events = list(inner.kineto_results.experimental_event_tree())
+        spans, totals = [], []
+        while events:
+            event = events.pop()
+            events += event.children
+            if event.name.startswith(MARK):
+                spans.append((event.start_time_ns, event.name.removeprefix(MARK)))
+            elif event.tag == _EventType.Allocation:
+                totals.append((event.start_time_ns, event.typed[1].total_allocated))
+        spans.sort()
+        peaks, at = dict.fromkeys(MOMENTS, 0), 0
+        for time, total in sorted(totals):
+            while at + 1 < len(spans) and time >= spans[at + 1][0]:
+                at += 1
+            peaks[spans[at][1]] = max(peaks[spans[at][1]], total)
+        return {"peaks": peaks, "resident": sorted(totals)[-1][1]}
+
+
+def _count_all_threads() -> None:
+    """Has the allocator count every thread's frees: a collective's tensors are freed by gloo's (CPUAllocator.cpp)."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+class CudaRecorder:
+    """The counters of torch's CUDA allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peaks, self.reserved = device, dict.fromkeys(MOMENTS, 0), 0
+
+    def __enter__(self) -> CudaRecorder:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.resident = torch.cuda.memory_allocated(self.device)
+        self.reserved = torch.cuda.max_memory_reserved(self.device)
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """What is allocated in it counts for `name`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        self.peaks[name] = max(self.peaks[name], torch.cuda.max_memory_allocated(self.device))
+
+    def found(self) -> dict[str, Any]:
+        """Peaks of every moment over all steps, what was left, and what was taken from the device."""
+        return {"peaks": self.peaks, "resident": self.resident, "reserved": self.reserved}
