@@ -15,13 +15,22 @@ from launcher.planner.capacity import GB, told
 from launcher.planner.gate import FORCE
 from launcher.rundir import RunDir
 
+LINKS = {
+    "node": "sent by a rank within its host",
+    "network": "sent by a host to others",
+    "to_host": "from a device to its host",
+    "from_host": "from the host to a device",
+    "disk_read": "read from NVMe by a rank",
+    "disk_write": "written to NVMe by a rank",
+}
+
 
 def head(value: Plan) -> list[tuple[str, str]]:
     """What is planned: model, cluster, batch and length."""
     estimate, batch, cluster = value.estimate, value.batch, value.cluster
     size = f"{estimate.parameters:,} parameters" if estimate.parameters else "size not known"
     if estimate.active_parameters not in (None, estimate.parameters):
-        size += f", {estimate.active_parameters:,} of them used by a token"
+        size += f", of which a token uses {estimate.active_parameters:,}"
     hosts = ", ".join(f"{host.name} x{len(host.slots)}" for host in cluster.hosts[:8])
     hosts += f" and {len(cluster.hosts) - 8} more hosts" if len(cluster.hosts) > 8 else ""
     return [
@@ -68,24 +77,25 @@ def facts(value: Plan, figures: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
         lines += [("nvme", f"{gb(size)} GB of a host in {path}") for path, size in kept["nvme"].items()]
-    if value.estimate.traffic_bytes:
-        lines.append(("sent", f"{gb(value.estimate.traffic_bytes['total'])} GB by a rank in each optimizer step"))
-    if value.estimate.links:
-        lines.append(
-            ("links", ", ".join(f"{gb(size)} GB {name}" for name, size in value.estimate.links.items() if size))
-        )
-    time = value.estimate.time
-    if time is not None:
-        lines.append(
-            (
-                "time",
-                f"{time.step_s:.3g} s a step, {time.tokens_per_s:,.0f} tokens/s, MFU {100 * time.mfu:.0f} %, "
-                f"bound by {time.bound} (hardware={value.config.hardware.name})",
-            )
-        )
+    lines += moved(value)
     lines += [("note", text) for text in figures["advice"]]
     titles = ["not included", *[""] * len(figures["not_included"])]
     return lines + list(zip(titles, figures["not_included"], strict=False))
+
+
+def moved(value: Plan) -> list[tuple[str, str]]:
+    """What an optimizer step sends over each link, what the textbook says of it, and how long the step takes."""
+    estimate, lines = value.estimate, []
+    if estimate.traffic_bytes:
+        parts = [f"{gb(size)} GB {LINKS[name]}" for name, size in estimate.links.items()]
+        text = f"{gb(estimate.traffic_bytes['total'])} GB by a rank in the textbook"
+        lines.append(("each step", f"{', '.join(parts) or 'nothing'} ({text})"))
+    time = estimate.time
+    if time is not None:
+        speed = f"{time.tokens_per_s:,.0f} tokens/s, MFU {time.mfu:.2f}"
+        name = value.config.hardware.name
+        lines.append(("time", f"about {time.step_s:.3g} s a step on {name}, most of it {time.bound}: {speed}"))
+    return lines
 
 
 def verdict(figures: dict[str, Any]) -> str:

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.planner.families import Block, Part
 from launcher.planner.gathers import Counts, Limits, Trace, gathers
 from launcher.planner.memory import WEIGHT_BYTES
+from launcher.planner.parts import Block, Part
 
 NODE, NODES, WORLD = "node", "nodes", "world"
 SLICES = 64  # equal layers that stand for a model whose shapes are not known
@@ -77,7 +77,11 @@ def unknown_sizes(parameters: int) -> Sizes:
 
 
 def with_adapter(sizes: Sizes, adapter: tuple[Part, ...]) -> Sizes:
-    """A frozen model with trained adapters in its layers; copies of whole modules come after them."""
+    """A frozen model with trained adapters in its layers; copies of whole modules come after them.
+
+    Exact where parameters stay live from forward to backward. Where they do not, autograd skips frozen layers below
+    the first adapter and recomputation gathers frozen ones twice, which this does not follow: up to a third is missed.
+    """
     matrices, *copies = adapter
     parts = [
         replace(part, block=replace(part.block, inner=(*part.block.inner, *matrices.block.inner)))

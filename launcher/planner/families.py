@@ -7,8 +7,9 @@ Must never fill in a size that a configuration leaves out: a missing one is a Ke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from launcher.planner.parts import Block, Part, Shapes
 
 # Fields that configurations leave out, at the value transformers gives them then; tests/train compares them with it.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -24,77 +25,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")  # dense decoders with a gated MLP of three matrices
 CAUSAL = 0.5  # of the scores between a sequence's tokens are used where none looks ahead
-
-
-@dataclass(frozen=True)
-class Block:
-    """A module of a model: its own parameters' elements, and the modules in it, in the order of the forward.
-
-    Modules without parameters count too: DeepSpeed fetches ahead at each of them (at stage 3).
-    """
-
-    own: tuple[int, ...] = ()
-    inner: tuple[Block, ...] = ()
-
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-        return self.own + tuple(size for block in self.inner for size in block.sizes())
-
-
-@dataclass(frozen=True)
-class Part:
-    """One piece of a model, `repeats` times."""
-
-    name: str
-    repeats: int
-    block: Block
-    idle: int = 0
-    """Of its elements, those that one token does not use: experts it is not sent to."""
-    multiplied: bool = True
-    """False for a table that is only looked up."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each parameter of one repeat."""
-        return self.block.sizes()
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all repeats."""
-        return self.repeats * sum(self.sizes)
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """A whole model. FLOPs need two more facts than its parameters: how wide attention is, and what a token meets."""
-
-    parts: tuple[Part, ...]
-    attention: float
-    """Heads x their width, over all layers, times the share of a sample's token pairs that are scored."""
-    tied_head: int = 0
-    """Elements of a table that is the output layer as well: stored once, and multiplied."""
-    passes: float = 1.0
-    """Share of a sample's tokens that go through each part: a half where an encoder reads one half of them."""
-
-    @property
-    def parameters(self) -> int:
-        """All elements, tied ones once."""
-        return sum(part.parameters for part in self.parts)
-
-    @property
-    def active(self) -> int:
-        """Elements that one token uses."""
-        return self.parameters - sum(part.repeats * part.idle for part in self.parts)
-
-    @property
-    def multiplied(self) -> int:
-        """Elements that one token is multiplied with: `active`, less looked-up tables, with a tied head."""
-        used = [part.parameters - part.repeats * part.idle for part in self.parts if part.multiplied]
-        return sum(used) + self.tied_head
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """(elements, how many parameters have them)."""
-        return [(size, part.repeats) for part in self.parts for size in part.sizes]
 
 
 def linear_layers(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -171,7 +101,7 @@ def _gated(config: dict[str, Any]) -> Shapes:
 def _mixtral(config: dict[str, Any]) -> Shapes:
     """Every layer has experts."""
     sizes, idle = _expert_sizes(config, config["num_local_experts"], config["intermediate_size"])
-    layer = _layer(config["hidden_size"], _attention_block(config), Block(sizes))
+    layer = _layer(config["hidden_size"], _attention_block(config), Block(sizes, leaf=True))
     return _decoder(config, (Part("expert layer", config["num_hidden_layers"], layer, idle=idle),))
 
 
@@ -196,7 +126,7 @@ def _qwen_moe(config: dict[str, Any]) -> Shapes:
         sizes, idle = _expert_sizes(config, experts, config["moe_intermediate_size"])
         if config["model_type"] == "qwen2_moe":
             sizes += (hidden * config["shared_expert_intermediate_size"],) * 3 + (hidden,)
-        layer = _layer(hidden, _attention_block(config), Block(sizes))
+        layer = _layer(hidden, _attention_block(config), Block(sizes, leaf=True))
         parts.append(Part("expert layer", len(sparse), layer, idle=idle))
     if len(sparse) < len(layers):
         layer = _layer(hidden, _attention_block(config), _mlp_block(hidden, config["intermediate_size"]))

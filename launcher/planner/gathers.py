@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from launcher.planner.families import Block, Part
+from launcher.planner.parts import Block, Part
 
 UNLIMITED = 2**62
 Counts = dict[int, int]  # index of a parameter -> times
@@ -30,37 +30,49 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Module:
+    """A module as it is reached: indices of its own parameters, and from and to which its inner ones are, too."""
+
+    own: tuple[int, ...]
+    first: int
+    end: int
+    leaf: bool = False
+
+
+@dataclass(frozen=True)
 class Trace:
     """Elements of each parameter, which of them persist, and the modules of one forward and backward in their order.
 
-    A module is the indices of its own parameters; many have none, and fetch ahead all the same.
+    Many modules have no parameters of their own, and fetch ahead all the same.
     """
 
     sizes: tuple[int, ...]
     persistent: frozenset[int]
-    forward: tuple[tuple[int, ...], ...]
-    backward: tuple[tuple[int, ...], ...]
+    forward: tuple[Module, ...]
+    backward: tuple[Module, ...]
 
 
-class _Module:
-    """A module with its parameters' indices: what a Block becomes in a trace."""
+class _Node:
+    """A Block with its parameters' indices."""
 
     def __init__(self, block: Block, sizes: list[int], layer: bool = False) -> None:
-        self.own = tuple(range(len(sizes), len(sizes) + len(block.own)))
+        first = len(sizes)
         sizes.extend(block.own)
-        self.inner = [_Module(inner, sizes) for inner in block.inner]
+        own = tuple(range(first, len(sizes)))
+        self.inner = [_Node(inner, sizes) for inner in block.inner]
+        self.module = Module(own, first, len(sizes), block.leaf)
         self.layer = layer
 
-    def forward(self) -> list[tuple[int, ...]]:
-        return [self.own, *(own for module in self.inner for own in module.forward())]
+    def forward(self) -> list[Module]:
+        return [self.module, *(module for node in self.inner for module in node.forward())]
 
-    def backward(self, recomputed: bool) -> list[tuple[int, ...]]:
+    def backward(self, recomputed: bool) -> list[Module]:
         """Inner modules in reverse. Where a layer is recomputed, its forward runs again once the gradient of its last
         matrix is wanted."""
-        found = [self.own, *(own for module in self.inner[::-1] for own in module.backward(recomputed))]
+        found = [self.module, *(module for node in self.inner[::-1] for module in node.backward(recomputed))]
         if not (recomputed and self.layer):
             return found
-        last = next((place for place, own in enumerate(found) if own), 0) + 1
+        last = next((place for place, module in enumerate(found) if module.own), 0) + 1
         return found[:last] + self.forward()[1:] + found[last:]
 
 
@@ -78,11 +90,16 @@ def trace(parts: Sequence[Part], tied: bool, recomputed: bool, limits: Limits) -
     """
     sizes: list[int] = []
     layers = [(part, part.name.endswith("layer")) for part in parts for _ in range(part.repeats)]
-    modules = [(part.name, _Module(part.block, sizes, layer)) for part, layer in layers]
-    body = [module for name, module in modules if name != "head"]
-    head = [module.own for name, module in modules if name == "head"] + ([modules[0][1].own[:1]] if tied else [])
-    forward = [(), (), *body[0].forward(), (), *(own for module in body[1:] for own in module.forward()), *head]
-    backward = [(), *head, (), *(own for module in body[::-1] for own in module.backward(recomputed))]
+    nodes = [(part.name, _Node(part.block, sizes, layer)) for part, layer in layers]
+    body = [node for name, node in nodes if name != "head"]
+    head = [node.module for name, node in nodes if name == "head"]
+    if tied:
+        head.append(replace(body[0].module, own=body[0].module.own[:1]))
+    root, inner = Module((), 0, len(sizes)), Module((), 0, body[-1].module.end)
+    positions = Module((), 0, 0)  # of rotary embeddings, without parameters or a backward
+    rest = [module for node in body[1:] for module in node.forward()]
+    forward = [root, inner, *body[0].forward(), positions, *rest, *head]
+    backward = [root, *head, inner, *(module for node in body[::-1] for module in node.backward(recomputed))]
     persistent, kept = set(), 0
     for index, size in enumerate(sizes):
         if size <= limits.param_persistence and kept + size <= limits.model_persistence:
@@ -95,15 +112,15 @@ def gathered(trace: Trace, limits: Limits) -> tuple[Counts, Counts]:
     """How often each parameter is gathered in the forward, and in the backward, of one micro-batch."""
     order = trace.forward + trace.backward
     next_use, before = _next_uses(order), [0]  # before: elements used before each module
-    for own in order:
-        before.append(before[-1] + sum(trace.sizes[index] for index in own))
-    waiting = deque((step, index) for step, own in enumerate(order) for index in own)
+    for module in order:
+        before.append(before[-1] + sum(trace.sizes[index] for index in module.own))
+    waiting = deque((step, index) for step, module in enumerate(order) for index in module.own)
     available, seen, live = set[int](), dict[int, int](), 0
     counts: tuple[Counts, Counts] = ({}, {})
-    for step, own in enumerate(order):
+    for step, module in enumerate(order):
         count = counts[step >= len(trace.forward)]
-        wanted = [index for index in own if index not in trace.persistent and index not in available]
-        for index in own:
+        wanted = [index for index in module.own if index not in trace.persistent and index not in available]
+        for index in module.own:
             if seen.get(index, -1) < step:  # neither here nor further on was it asked for in advance
                 seen[index] = waiting.popleft()[0]
         room = min(limits.max_live - live - sum(trace.sizes[index] for index in wanted), limits.prefetch_bucket)
@@ -118,20 +135,36 @@ def gathered(trace: Trace, limits: Limits) -> tuple[Counts, Counts]:
             count[index] = count.get(index, 0) + 1
         available.update(wanted)
         live += sum(trace.sizes[index] for index in wanted)
-        for index in own:
-            following = next_use[step].get(index)
-            near = following is not None and before[following] - before[step + 1] < limits.max_reuse_distance
-            if index in available and not near and seen[index] <= step + 1:
+        uses = next_use[step]
+        near = {i for i in uses if before[uses[i]] - before[step + 1] < limits.max_reuse_distance}
+        if module.leaf and _reached(module, order[step + 1 :], trace.sizes, limits.max_reuse_distance):
+            near = set(module.own)
+        for index in module.own:
+            if index in available and index not in near and seen[index] <= step + 1:
                 available.discard(index)
                 live -= trace.sizes[index]
     return counts
 
 
-def _next_uses(order: Sequence[tuple[int, ...]]) -> list[dict[int, int]]:
+def _reached(leaf: Module, later: Sequence[Module], sizes: Sequence[int], distance: int) -> bool:
+    """Whether a module around the leaf comes before `distance` elements are used: of leaf modules, DeepSpeed counts
+    every module with all that is inside (`recurse` in __params_to_release), and so finds them in their parents too."""
+    used = 0
+    for module in later:
+        if used >= distance:
+            return False
+        if module.first <= leaf.first < module.end:
+            return True
+        used += sum(sizes[module.first : module.end])
+    return False
+
+
+def _next_uses(order: Sequence[Module]) -> list[dict[int, int]]:
     """Of each module's parameters, the next module that uses the same one."""
     latest: dict[int, int] = {}
     found: list[dict[int, int]] = [{} for _ in order]
     for step in range(len(order) - 1, -1, -1):
-        found[step] = {index: latest[index] for index in order[step] if index in latest}
-        latest.update(dict.fromkeys(order[step], step))
+        own = order[step].own
+        found[step] = {index: latest[index] for index in own if index in latest}
+        latest.update(dict.fromkeys(own, step))
     return found

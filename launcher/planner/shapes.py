@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.planner import families
-from launcher.planner.families import Block, Part, Shapes
+from launcher.planner.parts import Block, Part, Shapes
 
 # Fields that would change shapes in a way the formulas do not cover, and the value at which they do not. Some families
 # take sizes under a second name too (attribute_map), which wins over the first.

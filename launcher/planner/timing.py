@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.planner.collectives import NODE, NODES, Move, Step
-from launcher.planner.families import Shapes
 from launcher.planner.hardware import Hardware
 from launcher.planner.links import Offload
+from launcher.planner.parts import Shapes
 
 # Share of its dense peak that a device reaches while it computes a transformer. Megatron-LM reports 44 to 52 % of an
 # A100 for models of 1.7 to 1,000 billion parameters, communication included (Narayanan et al., 2021, table 1).

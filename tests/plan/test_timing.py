@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.plan import Estimate
+from launcher.plan_words import head, moved
 from launcher.planner.timing import UTILISATION, StepTime
 from tests.plan.asking import CONF, composed, planned, refused, refuses
 
@@ -185,3 +186,17 @@ def test_a_file_without_numbers_is_refused(tmp_path: Path, content: str, said: s
         planned(f"hardware.file={tmp_path}/measured.json")
     problems: Any = refused(f"hardware.file={tmp_path}/measured.json")
     assert len(problems) == 1
+
+
+# --- on screen -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_a_step_sends_and_how_long_it_takes(tmp_path: Path) -> None:
+    """AlexsJones/llmfit#230 asks for both sizes of a model with experts."""
+    words = (*STEP, "model=mixtral_8x7b", "zero=stage3", SLOW, *two_hosts(tmp_path), "train.sequence_length=2048")
+    shown = planned(*words, "hardware=h200")
+    assert "46,702,792,704 parameters, of which a token uses 12,879,925,248" in dict(head(shown))["model"]
+    said = dict(moved(shown))
+    assert "GB sent by a host to others" in said["each step"] and "textbook" in said["each step"]
+    assert "a step on h200, most of it network" in said["time"]
+    assert "time" not in dict(moved(planned(*words)))

@@ -13,6 +13,7 @@ import pytest
 from launcher.plan import Plan
 from tests.plan.asking import planned
 from tests.train.engines import Engines, request
+from tests.train.test_parity_families import BODY, GPT2, hf
 
 MODEL = (
     *("train.sequence_length=16", "train.micro_batch_size=2", "train.gradient_accumulation_steps=2"),
@@ -43,6 +44,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "stage 3, three ranks": ("zero=stage3", NONE_PERSIST, *NEAR, "cluster.num_procs=3"),
 }
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "qwen2": {"model_type": "qwen2"} | BODY,
+    "qwen3": {"model_type": "qwen3", "head_dim": 8} | BODY,
+    "gemma2": {"model_type": "gemma2", "head_dim": 8} | BODY,
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2} | BODY,
+}
+TIGHT = (f"{ZERO}.stage3_max_reuse_distance=10000", f"{ZERO}.stage3_prefetch_bucket_size=3000")
+TIGHT += (f"{ZERO}.stage3_max_live_parameters=8000", NONE_PERSIST)
+
 
 def predicted(plan: Plan) -> dict[str, dict[str, int]]:
     """{phase: {collective: bytes}} of the plan."""
@@ -53,9 +64,22 @@ def predicted(plan: Plan) -> dict[str, dict[str, int]]:
     return found
 
 
+def counted(engines: Engines, plan: Plan) -> dict[str, dict[str, int]]:
+    """The same, as DeepSpeed counts it."""
+    found: dict[str, Any] = engines.call("tests.train.traffic_ranks:counted", plan.world_size, plan=plan.to_json())
+    assert "error" not in found, found["error"] + found["log"]
+    return {phase: found[phase] for phase in ("forward", "backward", "update")}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_collective_of_a_step_is_predicted_to_the_byte(engines: Engines, name: str) -> None:
     plan = planned(*request(*CASES[name], base=MODEL))
-    counted: dict[str, Any] = engines.call("tests.train.traffic_ranks:counted", plan.world_size, plan=plan.to_json())
-    assert "error" not in counted, counted["error"] + counted["log"]
-    assert {phase: counted[phase] for phase in ("forward", "backward", "update")} == predicted(plan)
+    assert counted(engines, plan) == predicted(plan)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gathers_follow_the_modules_of_each_family(engines: Engines, family: str) -> None:
+    """Few parameters live and the next use is far, as in a model of billions under DeepSpeed's own limits."""
+    words = ("zero=stage3", "schedule=constant", *hf(FAMILIES[family]), *TIGHT, *MODEL[:2], "cluster.num_procs=2")
+    plan = planned(*words, "train.gradient_accumulation_steps=1")
+    assert counted(engines, plan) == predicted(plan)
