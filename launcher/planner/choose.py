@@ -61,7 +61,7 @@ def choose(config: RunConfig, world_size: int, capacity: Capacity | None, build:
             continue
         size, best = _largest(choice, tried, sizes, smallest, capacity, build)
         assert best.plan is not None
-        return Chosen(with_micro_batch(tried, size), best.plan, best.overrides, rejected)
+        return Chosen(_sized(tried, size), best.plan, best.overrides, rejected)
     if not any(candidate.lacks for candidate in rejected):
         raise UserError(*_refusals(rejected))
     raise UserError(_nothing(config, free, rejected, capacity, build), code=EXIT_DOES_NOT_FIT)
@@ -94,7 +94,12 @@ def _largest(
 
 def _judged(choice: Choice, tried: RunConfig, size: int | None, capacity: Capacity, build: Build) -> Candidate:
     words = choice.overrides() + ([f"{MICRO}={size}"] if size is not None else [])
-    return judged(words, with_micro_batch(tried, size), capacity, build)
+    return judged(words, _sized(tried, size), capacity, build)
+
+
+def _sized(tried: RunConfig, size: int | None) -> RunConfig:
+    """The request with a micro-batch in the place of its auto; one that was given stays."""
+    return with_micro_batch(tried, size) if tried.train.micro_batch_size == AUTO else tried
 
 
 def _refuse_unknown(candidate: Candidate, free: list[str]) -> None:

@@ -335,3 +335,8 @@ def test_a_resumed_run_has_what_was_chosen_though_more_memory_is_said(tmp_path: 
     assert back.deepspeed == chosen.config.deepspeed
     assert back.plan.memory_bytes == 99_000_000_000
     assert not [text for text in recorded if "auto" in text]
+
+
+def test_a_micro_batch_that_was_given_stays() -> None:
+    chosen = choice_for(10**12, *BASE, *ALL_AUTO, "train.micro_batch_size=3")
+    assert chosen.plan.batch.micro_batch_size == chosen.config.train.micro_batch_size == 3
