@@ -52,7 +52,8 @@ WORDS = ["schedule=constant", "cluster.num_procs=2", "train.sequence_length=64",
 WORDS += ["train.gradient_accumulation_steps=1"]
 MICRO_BATCHES, PRECISIONS = (1, 8), ("fp32", "bf16")
 FREE = {"zero", "offload", "activation"}
-BUCKET = "deepspeed.zero_optimization.reduce_bucket_size=20000000"  # stage 0, which has none, takes no such key
+BUCKET_KEY = "reduce_bucket_size"  # stage 0 has none, and takes no such key
+BUCKET = f"deepspeed.zero_optimization.{BUCKET_KEY}=20000000"
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ def run(request: Request) -> list[Row]:
                 judged(choice.overrides(), with_choice(config, choice), None, build) for choice in choices(config, FREE)
             ]
             possible = [candidate for candidate in candidates if candidate.plan is not None]
-            measured = _measure(name, possible, Path(folder))
+            whole = _stage0(config, build)
+            measured = _measure(name, possible + whole, Path(folder))
             for each in measured:
                 print(_line(each), flush=True)
             found += measured
-            right += _choices(config, measured, build, request.options["limits"])
+            right += _choices(config, measured[: len(possible)], build, request.options["limits"])
     errors = [each.error for each in found]
     return [
         Row("error of a predicted peak, absolute", "ratio", [abs(error) for error in errors], at_most=MEDIAN),
@@ -114,6 +116,15 @@ def _groups(request: Request, folder: Path) -> Any:
         words = [*model, f"train.micro_batch_size={size}", f"precision={precision}", "zero=stage1", BUCKET]
         plan = ask_plan(with_defaults([*WORDS, *words, f"run.dir={folder}/run"], request.overrides), base_environment())
         yield f"{name}, micro-batch {size}, {precision}", plan.config, builder(plan.config, measure=True)
+
+
+def _stage0(config: RunConfig, build: Any) -> list[Candidate]:
+    """Stage 0 with and without recomputed activations, where the rules let it through: it has no bucket of a size."""
+    zero = {key: value for key, value in config.deepspeed["zero_optimization"].items() if key != BUCKET_KEY}
+    plain = dataclasses.replace(config, deepspeed=config.deepspeed | {"zero_optimization": zero})
+    found = [Choice("stage0", "none", activation) for activation in ("none", "full")]
+    candidates = [judged(choice.overrides(), with_choice(plain, choice), None, build) for choice in found]
+    return [candidate for candidate in candidates if candidate.plan is not None]
 
 
 def _measure(group: str, candidates: list[Candidate], folder: Path) -> list[Measured]:
