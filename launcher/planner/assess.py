@@ -6,6 +6,8 @@ Must never load torch.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from launcher.planner.ledger import Ledger
 from launcher.planner.partitioned import Partitioned
 from launcher.planner.prediction import Memory
@@ -31,4 +33,8 @@ def memory_of(setup: Setup, profile: Profile) -> Memory:
     walk(engine, ledger, profile, setup.accumulation)
     peak = max(host.highest.values(), key=lambda point: point[0], default=(0, {}))[1]
     on_host = {} if setup.one_memory else {term: size for term, size in peak.items() if size}
-    return Memory(ledger.moments(), on_host, {}, profile.measured)
+    kept = Counter(ledger.terms)
+    if host is not ledger:
+        kept.update(host.terms)
+    resident = {term: size for term, size in kept.items() if size}
+    return Memory(ledger.moments(), on_host, {}, profile.measured, resident)

@@ -80,7 +80,9 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
         names.append("position_ids" if config.data.get("packing") else "attention_mask")
     shape = (micro_batch_size, length)
     batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
-    return record(model.to(DTYPES[precision]), batch, full=not chat)
+    for parameter in model.parameters():  # DeepSpeed casts no buffer (engine.py, _cast_module_mixed_precision)
+        parameter.data = parameter.data.to(DTYPES[precision])
+    return record(model, batch, full=not chat)
 
 
 def count_own(config: RunConfig) -> int | None:
