@@ -40,6 +40,7 @@ from launcher.leftovers import end_on_hosts
 from launcher.onhost import secrets
 from launcher.plan import ModelFacts, Plan, build_plan, installed_versions
 from launcher.planner import surprise
+from launcher.profiled import keep
 from launcher.remote import Reach, run_script
 from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
@@ -141,6 +142,8 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         ending = _start(run, plan, attempt)
         summary = _write_summary(run, plan, ending, attempt)
     render.finish(run, plan, summary, ending.failure)
+    if plan.config.recipe.name == "profile" and ending.exit_code == EXIT_OK:
+        render.text("\n".join(keep(run, plan, summary)))
     return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
 
 
