@@ -58,6 +58,7 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
         "checkpointing": config.activation.checkpointing,
         "peft": peft,
         "frozen": config.parameters.frozen,
+        "layers": _layers(config),
         "data": [config.data.get("kind") == "chat", bool(config.data.get("packing"))],
     }
 
@@ -66,6 +67,13 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
 def _versions() -> dict[str, str | None]:
     """Kept: they take 2 ms to read, and a comparison asks for dozens of plans."""
     return {name: version for name, version in installed_versions().items() if name in DECIDING}
+
+
+def _layers(config: RunConfig) -> bool:
+    """Whether DeepSpeed's own linear layers keep more than torch's: at stage 3, of frozen ones, unless told not to."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    partly = config.peft.kind != "none" or bool(config.parameters.frozen)
+    return partly and zero.get("stage") == 3 and bool(zero.get("memory_efficient_linear", True))
 
 
 def _file(request: dict[str, Any]) -> Path:

@@ -7,8 +7,11 @@ Must never load torch.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
-from launcher.planner.ledger import Ledger
+from launcher.planner.flat import Flat
+from launcher.planner.ledger import Places
 from launcher.planner.partitioned import Partitioned
 from launcher.planner.prediction import Memory
 from launcher.planner.profile import Profile
@@ -19,22 +22,21 @@ from launcher.planner.walk import Engine, walk
 
 
 def memory_of(setup: Setup, profile: Profile) -> Memory:
-    """Every moment of a run's first steps at its highest point, and what lies on the host."""
-    ledger, host = Ledger(), Ledger()
-    if setup.one_memory:
-        host = ledger
-    engine: Engine
-    if setup.stage == 0:
-        engine = Replicated(setup, profile, ledger)
-    elif setup.stage == 3:
-        engine = Sharded(setup, profile, ledger, host)
+    """Every moment of a run's first steps at its highest point, and what lies on the host, of the fullest rank."""
+    if setup.stage in (1, 2):
+        flat = Flat(profile, setup.world_size)
+        walks = [_walked(setup, profile, partial(Partitioned, rank=rank, flat=flat)) for rank in flat.fullest()]
     else:
-        engine = Partitioned(setup, profile, ledger, host)
-    walk(engine, ledger, profile, setup.accumulation)
-    peak = max(host.highest.values(), key=lambda point: point[0], default=(0, {}))[1]
-    on_host = {} if setup.one_memory else {term: size for term, size in peak.items() if size}
-    kept = Counter(ledger.terms)
-    if host is not ledger:
-        kept.update(host.terms)
+        walks = [_walked(setup, profile, Sharded if setup.stage == 3 else Replicated)]
+    return max(walks, key=lambda memory: memory.peak.total_bytes + memory.host_bytes)
+
+
+def _walked(setup: Setup, profile: Profile, make: Callable[..., Engine]) -> Memory:
+    places = Places(setup.one_memory)
+    walk(make(setup, profile, places), places.device, profile, setup.accumulation)
+    host = {} if setup.one_memory else places.host.peak()
+    kept = Counter(places.device.terms)
+    if places.host is not places.device:
+        kept.update(places.host.terms)
     resident = {term: size for term, size in kept.items() if size}
-    return Memory(ledger.moments(), on_host, {}, profile.measured, resident)
+    return Memory(places.device.moments(), host, places.disk.peak(), profile.measured, resident)

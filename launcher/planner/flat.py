@@ -9,6 +9,7 @@ from __future__ import annotations
 from launcher.planner.profile import Profile
 
 ALIGNMENT = 2  # elements a rank (nccl_start_alignment_factor)
+MOST_COMPARED = 32  # ranks
 
 
 class Flat:
@@ -38,3 +39,18 @@ class Flat:
         """Pieces of one owner each that these parameters, one after the other, consist of."""
         ranks = [rank for index in indices for rank in self.owners(index)]
         return sum(1 for at, rank in enumerate(ranks) if at == 0 or ranks[at - 1] != rank)
+
+    def slice(self, index: int, rank: int) -> int:
+        """Elements of the parameter that are this rank's."""
+        start, first = self.starts[index], rank * self.share
+        return max(0, min(start + self.parameters[index].elements, first + self.share) - max(start, first))
+
+    def largest_slice(self, rank: int) -> int:
+        """Elements of the largest piece of one parameter that is this rank's."""
+        return max((self.slice(index, rank) for index in self.starts), default=0)
+
+    def fullest(self) -> list[int]:
+        """The ranks that can need most: one whose parameters reach furthest beyond its share, one with the largest
+        piece. Of very many ranks the first and the last, where embeddings and heads are."""
+        ranks = range(self.world_size) if self.world_size <= MOST_COMPARED else (0, self.world_size - 1)
+        return sorted({max(ranks, key=self.owned), max(ranks, key=self.largest_slice)})

@@ -9,6 +9,18 @@ from __future__ import annotations
 from launcher.planner.prediction import MOMENTS, Moment
 
 
+class Places:
+    """Accounts of a rank's device, host and NVMe. On a CPU, `one_memory`, the device is the host."""
+
+    def __init__(self, one_memory: bool) -> None:
+        self.device, self.disk = Ledger(), Ledger()
+        self.host = self.device if one_memory else Ledger()
+
+    def home(self, offload: str | None) -> Ledger:
+        """Where what is offloaded to none, cpu or nvme lies."""
+        return {None: self.device, "cpu": self.host, "nvme": self.disk}[offload]
+
+
 class Ledger:
     """Bytes by term, now; and at the highest point of each moment."""
 
@@ -46,6 +58,11 @@ class Ledger:
             for name in MOMENTS
             if name in self.highest
         )
+
+    def peak(self) -> dict[str, int]:
+        """Terms at the highest point of all moments."""
+        _, terms = max(self.highest.values(), key=lambda point: point[0], default=(0, {}))
+        return {term: size for term, size in terms.items() if size}
 
     def _look(self) -> None:
         if self.moment not in self.highest or self.total > self.highest[self.moment][0]:

@@ -1,33 +1,30 @@
 """Stages 1 and 2: what DeepSpeed 0.19.8 allocates where weights are whole and the optimizer's state is not.
 
-Walked by `launcher.planner.walk`. Source: runtime/zero/stage_1_and_2.py; the rank is the one that owns most.
+Walked by `launcher.planner.walk`. Source: runtime/zero/stage_1_and_2.py.
 Must never serve another stage.
 """
 
 from __future__ import annotations
 
 from launcher.planner.flat import Flat
-from launcher.planner.ledger import Ledger
+from launcher.planner.ledger import Places
 from launcher.planner.profile import Event, Profile
-from launcher.planner.setup import MASTER_BYTES, Setup
-
-NORM_BYTES = 8  # gradient norms are taken in fp64, tensor by tensor (zero/utils.py, get_norm_dtype)
+from launcher.planner.setup import MASTER_BYTES, NORM_BYTES, Setup
 
 
 class Partitioned:
-    """Flat weights on every rank; masters and moments of its share. `host` keeps what is offloaded."""
+    """Flat weights on every rank; masters and moments of its share."""
 
-    def __init__(self, setup: Setup, profile: Profile, ledger: Ledger, host: Ledger) -> None:
-        self.setup, self.profile, self.ledger, self.host = setup, profile, ledger, host
-        self.flat = Flat(profile, setup.world_size)
-        self.rank = max(range(setup.world_size), key=self.flat.owned) if setup.world_size <= 64 else 0
+    def __init__(self, setup: Setup, profile: Profile, places: Places, rank: int, flat: Flat) -> None:
+        self.setup, self.profile, self.ledger = setup, profile, places.device
+        self.flat, self.rank = flat, rank
         self.owned = self.flat.owned(self.rank)
         self.bucket_elements = setup.number("reduce_bucket_size")
         self.bucket: list[int] = []
         self.in_bucket = 0
         self.stepped = self.kept = False
         self.separate = setup.accumulated != setup.weight  # gradients are added up in another precision
-        self.home = host if setup.offload_optimizer else ledger
+        self.home = places.home(setup.offload_optimizer)
 
     def build(self) -> None:
         """The model in fp32, cast, copied into the flat buffer; then the master of its share."""
@@ -81,7 +78,7 @@ class Partitioned:
         self.kept = False
         self.ledger.set("gradients", 0)
         if not setup.offload_optimizer:
-            self.ledger.spike("norms", NORM_BYTES * max(map(self._slice, self.flat.starts), default=0))
+            self.ledger.spike("norms", NORM_BYTES * self.flat.largest_slice(self.rank))
         if not setup.offload_optimizer:
             cast = 0 if setup.accumulated == MASTER_BYTES else MASTER_BYTES * share
             flattened = 0 if self.separate else setup.accumulated * share
@@ -138,18 +135,12 @@ class Partitioned:
         if ours and setup.offload_optimizer:
             if setup.stage == 2 and setup.accumulation > 1:
                 self.home.set("accumulated gradients", setup.weight * self.owned)
-            self.ledger.spike("norms", NORM_BYTES * max(self._slice(index) for index in ours))
+            self.ledger.spike("norms", NORM_BYTES * max(self.flat.slice(index, self.rank) for index in ours))
         elif ours:
             self.ledger.set("new gradients" if self.kept else "own gradients", self._own())
         if elements > self.bucket_elements or not setup.flag("contiguous_gradients"):
             self.ledger.add("gradients", -min(self._gradients(), setup.weight * elements))
         self.bucket, self.in_bucket = [], 0
-
-    def _slice(self, index: int) -> int:
-        """Elements of a parameter that are ours."""
-        start, size = self.flat.starts[index], self.profile.parameters[index].elements
-        first, last = self.rank * self.flat.share, (self.rank + 1) * self.flat.share
-        return max(0, min(start + size, last) - max(start, first))
 
     def _own(self) -> int:
         """Bytes of the gradients of parameters that are wholly or partly ours; added up in fp32: of our share."""

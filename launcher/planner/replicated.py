@@ -6,7 +6,7 @@ Must never serve another stage.
 
 from __future__ import annotations
 
-from launcher.planner.ledger import Ledger
+from launcher.planner.ledger import Places
 from launcher.planner.profile import Event, Profile
 from launcher.planner.setup import MASTER_BYTES, Setup
 
@@ -16,8 +16,8 @@ LARGEST_REDUCED = 500_000_000  # elements flattened for one all-reduce (engine.p
 class Replicated:
     """Weights, gradients and moments whole; in 16 bits a master beside them."""
 
-    def __init__(self, setup: Setup, profile: Profile, ledger: Ledger) -> None:
-        self.setup, self.profile, self.ledger = setup, profile, ledger
+    def __init__(self, setup: Setup, profile: Profile, places: Places) -> None:
+        self.setup, self.profile, self.ledger = setup, profile, places.device
         self.stepped = False
 
     def build(self) -> None:

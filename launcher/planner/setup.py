@@ -14,6 +14,7 @@ from launcher.ds_schema import lookup
 from launcher.planner.memory import WEIGHT_BYTES
 
 MASTER_BYTES = 4
+NORM_BYTES = 8  # gradient norms are taken in fp64, tensor by tensor (zero/utils.py, get_norm_dtype)
 # Optimizer state beside the master weight, bytes a parameter. Lion's is one moment, but the CPU operator keeps two
 # (ops/lion/cpu_lion.py); Muon's matrices have one, its other parameters Adam's two.
 STATE_BYTES = {"adam": 8, "adamw": 8, "lion": 4, "adagrad": 4, "muon": 4, "sgd": 0, "lamb": 8, "onebitadam": 8}
@@ -82,6 +83,12 @@ class Setup:
         assert key is not None, name
         given = next((self.zero[each] for each in (key.name, *key.aliases) if each in self.zero), key.default)
         return int(given)
+
+    def block_number(self, block: str, name: str) -> int:
+        """The same of a key of offload_optimizer or offload_param."""
+        key = lookup(f"zero_optimization.{block}.{name}")
+        assert key is not None, name
+        return int((self.zero.get(block) or {}).get(name, key.default))
 
     def flag(self, name: str) -> bool:
         """The same of a key that is true or false; overlap_comm's default is stage 3's own (zero/config.py)."""

@@ -7,28 +7,31 @@ Must never serve another stage.
 from __future__ import annotations
 
 from launcher.planner.gathering import Gathering
-from launcher.planner.ledger import Ledger
+from launcher.planner.ledger import Places
 from launcher.planner.profile import Event, Profile
-from launcher.planner.setup import MASTER_BYTES, Setup
+from launcher.planner.setup import MASTER_BYTES, NORM_BYTES, Setup
+
+LARGEST_NORMED = 250_000_000  # elements whose norm is taken at once (stage3.py, _constant_buffered_norm2)
 
 
 class Sharded:
-    """A share of each parameter, its gradient, master and moments; `host` keeps what is offloaded."""
+    """A share of each parameter, its gradient, master and moments."""
 
-    def __init__(self, setup: Setup, profile: Profile, ledger: Ledger, host: Ledger) -> None:
-        self.setup, self.profile, self.ledger, self.host = setup, profile, ledger, host
+    def __init__(self, setup: Setup, profile: Profile, places: Places) -> None:
+        self.setup, self.profile, self.ledger, self.host = setup, profile, places.device, places.host
         ranks = setup.world_size
         pieces = [-(-each.elements // ranks) for each in profile.parameters]
         self.share = sum(piece for piece, each in zip(pieces, profile.parameters, strict=True) if each.trained)
         self.frozen_share = sum(pieces) - self.share
         self.largest_group = min(self.share, max(setup.number("sub_group_size"), 1))
-        self.gathering = Gathering(setup, profile, ledger)
+        self.gathering = Gathering(setup, profile, places.device)
         self.bucket_elements = setup.number("reduce_bucket_size")
         self.bucket: list[int] = []
         self.in_bucket = self.apart = 0
         self.stepped = False
-        self.state_home = host if setup.offload_optimizer else ledger
-        self.weight_home = host if setup.offload_param else ledger
+        self.state_home = places.home(setup.offload_optimizer)
+        self.weight_home = places.home(setup.offload_param)
+        self.sum_home = places.host if setup.offload_optimizer else places.device
 
     def build(self) -> None:
         """Shares in their order, moved into one buffer; masters by way of a copy; gradients and the bucket for good."""
@@ -42,15 +45,26 @@ class Sharded:
         self.state_home.spike(
             "copy of masters", MASTER_BYTES * self.largest_group if setup.weight != MASTER_BYTES else 0
         )
-        self.state_home.spike("gradients at first", MASTER_BYTES * self.largest_group)
+        self.sum_home.spike("gradients at first", MASTER_BYTES * self.largest_group)
         if setup.offload_optimizer:
             self.state_home.add("fp32 gradients", MASTER_BYTES * share)
         if setup.flag("contiguous_gradients"):
             self.ledger.add("reduce buckets", setup.sent * self.bucket_elements)
-        self.state_home.add("gradients", setup.accumulated * share)
+        self.sum_home.add("gradients", setup.accumulated * share)
+        self._swap_buffers()
         hpz = setup.number("zero_hpz_partition_size")
         if hpz > 1:
             self.weight_home.add("secondary weights", setup.weight * -(-self.profile.trained // hpz))
+
+    def _swap_buffers(self) -> None:
+        """On the way to and from NVMe (swap_tensor/partitioned_optimizer_swapper.py, partitioned_param_swapper.py)."""
+        setup = self.setup
+        if setup.offload_optimizer == "nvme":
+            count = setup.block_number("offload_optimizer", "buffer_count")
+            self.host.add("swap buffers", count * MASTER_BYTES * self.largest_group)
+        if setup.offload_param == "nvme":
+            count = setup.block_number("offload_param", "buffer_count")
+            self.host.add("swap buffers", count * setup.weight * setup.block_number("offload_param", "buffer_size"))
 
     def begin(self) -> None:
         """The coordinator starts over."""
@@ -64,7 +78,7 @@ class Sharded:
         """Into the bucket; one that is larger goes alone, as it is."""
         size = self.profile.parameters[index].elements
         if self.in_bucket and self.in_bucket + size > self.bucket_elements:
-            self._reduce()
+            self._reduce(last)
         moved = min(self.setup.weight * size, self.ledger.terms.get("activations", 0))
         self.ledger.add("activations", -moved)
         if self.in_bucket + size > self.bucket_elements or not self.setup.flag("contiguous_gradients"):
@@ -75,7 +89,7 @@ class Sharded:
 
     def end(self, last: bool) -> None:
         """The rest is reduced."""
-        self._reduce()
+        self._reduce(last)
 
     def step(self) -> None:
         """Sub-group by sub-group: gradients flattened and cast, the optimizer, weights copied back."""
@@ -97,7 +111,7 @@ class Sharded:
         """Bytes an element of the flat copy that is then cast; in fp32 it is the gradient itself."""
         return 0 if self.setup.accumulated == MASTER_BYTES else self.setup.accumulated
 
-    def _reduce(self) -> None:
+    def _reduce(self, last: bool) -> None:
         """Shares of all gradients in the bucket are laid out rank by rank in a copy (reduce_scatter_coalesced)."""
         if not self.bucket:
             return
@@ -105,6 +119,9 @@ class Sharded:
         sizes = [self.profile.parameters[index].elements for index in self.bucket]
         alone = len(sizes) == 1 and sizes[0] % ranks == 0
         laid_out = 0 if alone or ranks == 1 else sum(-(-size // ranks) * ranks for size in sizes)
+        if setup.offload_optimizer and last:
+            piece = min(max(sizes) // ranks, LARGEST_NORMED)
+            self.ledger.spike("communication", setup.sent * laid_out + NORM_BYTES * piece)
         cast = sum(sizes) if setup.sent != setup.weight else 0
         laid_out += sum(sizes) if setup.one_memory and ranks > 1 else 0  # gloo scatters a copy
         received = sum(sizes) // ranks if setup.accumulated != setup.sent else 0

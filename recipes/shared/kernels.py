@@ -34,6 +34,45 @@ class _Fused(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+class _Stage3Linear(torch.autograd.Function):
+    """A linear layer as DeepSpeed computes it at stage 3 (zero/linear.py): its input is kept, trained or frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.biased = bias is not None
+        output = inputs.matmul(weight.t())
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        wanted = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            gradient.matmul(weight) if wanted[0] else None,
+            flat.t().matmul(inputs.reshape(-1, inputs.shape[-1])) if wanted[1] else None,
+            flat.sum(0) if ctx.biased and wanted[2] else None,
+        )
+
+
+@contextlib.contextmanager
+def linear_of_stage3() -> Iterator[None]:
+    """Within it `linear` keeps what DeepSpeed's own keeps (zero_optimization.memory_efficient_linear)."""
+    original = functional.linear
+
+    def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = _Stage3Linear.apply(inputs, weight, bias)
+        return output
+
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = original
+
+
 @contextlib.contextmanager
 def attention_without_values() -> Iterator[None]:
     """Within it `scaled_dot_product_attention` of meta tensors keeps what the real kernel would keep."""

@@ -6,6 +6,7 @@ Must never allocate weights, or load DeepSpeed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,7 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     import torch
 
     from recipes.shared.hf_config import DTYPES
+    from recipes.shared.kernels import linear_of_stage3
     from recipes.shared.timeline import record
 
     length, chat = config.train.sequence_length, config.data.get("kind") == "chat"
@@ -79,10 +81,19 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     if chat:
         names.append("position_ids" if config.data.get("packing") else "attention_mask")
     shape = (micro_batch_size, length)
+    kernels = linear_of_stage3() if keeps_inputs(config) else contextlib.nullcontext()
     batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
     for parameter in model.parameters():  # DeepSpeed casts no buffer (engine.py, _cast_module_mixed_precision)
         parameter.data = parameter.data.to(DTYPES[precision])
-    return record(model, batch, full=not chat)
+    with kernels:
+        return record(model, batch, full=not chat)
+
+
+def keeps_inputs(config: RunConfig) -> bool:
+    """Whether layers run as stage 3 runs them, which matters where some are frozen: their inputs are kept as well."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    partly = config.peft.kind != "none" or bool(config.parameters.frozen)
+    return partly and zero.get("stage") == 3 and zero.get("memory_efficient_linear", True)
 
 
 def count_own(config: RunConfig) -> int | None:

@@ -8,14 +8,17 @@ Must never take a figure from the plan.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
 
 from launcher.plan import Plan
 from recipes.shared import distributed
@@ -23,6 +26,8 @@ from recipes.shared.engine import build_engine
 from recipes.shared.losses import CausalLM
 from recipes.shared.model import build_model
 
+COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
+LET_GO_S = 0.2  # at most
 MARK = "moment: "
 MOMENTS = ("init", "forward", "backward", "step")
 
@@ -60,6 +65,8 @@ class CpuRecorder:
 
     def __enter__(self) -> CpuRecorder:
         _count_all_threads()
+        for name in COLLECTIVES:
+            setattr(dist.ProcessGroup, name, _over(getattr(dist.ProcessGroup, name)))
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.__enter__()
         return self
@@ -87,11 +94,42 @@ class CpuRecorder:
                 totals.append((event.start_time_ns, event.typed[1].total_allocated))
         spans.sort()
         peaks, at = dict.fromkeys(MOMENTS, 0), 0
-        for time, total in sorted(totals):
-            while at + 1 < len(spans) and time >= spans[at + 1][0]:
+        for moment, total in sorted(totals):
+            while at + 1 < len(spans) and moment >= spans[at + 1][0]:
                 at += 1
             peaks[spans[at][1]] = max(peaks[spans[at][1]], total)
         return {"peaks": peaks, "resident": sorted(totals)[-1][1]}
+
+
+def _over(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, over when it returns: gloo's thread may hold its tensors a while longer, or may not."""
+
+    def call(*arguments: Any, **named: Any) -> _Done:
+        storages = [leaf.untyped_storage() for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        held = _holders(storages)
+        collective(*arguments, **named).wait()
+        until = time.monotonic() + LET_GO_S
+        while _holders(storages) > held and time.monotonic() < until:
+            time.sleep(0.0002)
+        return _Done()
+
+    return call
+
+
+class _Done:
+    """A collective that is over; torch's own would go on holding its tensors."""
+
+    def wait(self, *arguments: Any) -> bool:
+        """Nothing is waited for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+def _holders(storages: list[torch.UntypedStorage]) -> int:
+    return sum(torch._C._storage_Use_Count(storage._cdata) for storage in storages)
 
 
 def _count_all_threads() -> None:
