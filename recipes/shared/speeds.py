@@ -17,7 +17,8 @@ from recipes.check import all_reduce, best
 from recipes.shared.distributed import Ranks
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matrices that are multiplied
-COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, within one of them
+BETWEEN = 2**28  # bytes, from one to the other
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -42,14 +43,16 @@ def measured(plan: Plan, ranks: Ranks) -> dict[str, Any]:
 
 def _flops(dtype: torch.dtype, ranks: Ranks) -> float:
     side = SIDE[ranks.device.type]
-    matrix = torch.ones(side, side, dtype=dtype, device=ranks.device)
-    out = torch.empty_like(matrix)
+    own = torch.Generator(ranks.device).manual_seed(0)  # the run's own random numbers stay as they are
+    matrix = torch.empty(side, side, dtype=dtype, device=ranks.device).normal_(generator=own)
+    out = torch.empty_like(matrix)  # of constants a GPU's product is faster than of numbers: it takes less power
     return 2 * side**3 / best(lambda: torch.mm(matrix, matrix, out=out), ranks)
 
 
 def _copied(source: torch.device, target: torch.device, ranks: Ranks) -> float:
     """Bytes a second of a copy, from or to pinned memory where one of the two is a GPU."""
-    size, pinned = COPIED[ranks.device.type], ranks.device.type == "cuda" and source != target
+    pinned = source.type != target.type
+    size = BETWEEN if pinned else COPIED[source.type]
     tensors = [torch.zeros(size, dtype=torch.uint8, device=place) for place in (source, target)]
     one, other = (tensor.pin_memory() if pinned and tensor.device.type == "cpu" else tensor for tensor in tensors)
     work: Callable[[], Any] = lambda: other.copy_(one, non_blocking=pinned)  # noqa: E731
