@@ -32,7 +32,7 @@ from recipes.shared.hf_files import CONFIG, GENERATION, TEMPLATE, copy_tokenizer
 from recipes.shared.progress import Progress
 from recipes.shared.safetensors_reader import differing
 from recipes.shared.safetensors_writer import Item, Shard, layout, write_index, write_shard
-from recipes.shared.staging import PROGRESS, continued, note, staging_of
+from recipes.shared.staging import PROGRESS, continued, discard, note, staging_of
 
 PART_ELEMENTS = 2**18  # 1 MiB of fp32 stays in a core's cache while it is cast, summed and written; 32 MiB took 4 times
 THREADS = 8  # within a file
@@ -41,10 +41,28 @@ OWN_MODEL = "model.json"  # the target and keyword arguments of a module of the 
 
 
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
-    """Exports what `request` names into a folder beside request["dir"]; answers with what was written, and where."""
+    """Exports what `request` names into a folder beside request["dir"]; answers with what was written, and where.
+
+    A run's checkpoint is compared with its checksums while it is copied, which mostly waits for the disk. Where a file
+    differs, nothing of what was made stays, and the checkpoint before it is taken.
+    """
     target = Path(request["dir"])
     refuse_existing(target)
-    source = _source(request)
+    if request["source"] is not None:
+        return _export(request, target, _foreign(request))
+    run = RunDir(request["run_dir"])
+    likely = find.likely(run, request["step"], request["best"])
+    if likely is not None:
+        try:
+            with find.compared(likely):
+                return _export(request, target, _of_run(run, likely))
+        except find.Changed:
+            discard(target)
+    return _export(request, target, _of_run(run, find.chosen(run, request["step"], request["best"])))
+
+
+def _export(request: dict[str, Any], target: Path, source: _Source) -> dict[str, Any]:
+    """One attempt at it, from `source`."""
     checkpoint = open_checkpoint(source.shards)
     if request["weights"] == AVERAGE:
         checkpoint = averaged(checkpoint, source.shards)
@@ -108,17 +126,18 @@ class _Source:
         self.own, self.template = own, template
 
 
-def _source(request: dict[str, Any]) -> _Source:
-    """Of a run: its newest whole checkpoint, or the one that is named, if it is whole. Else the named folder."""
-    if request["source"] is not None:
-        place = foreign.locate(Path(request["source"]), "export.source")
-        described = described_in(place.model) if place.model else None
-        if request["model_config"] is not None:
-            described = (described or {GENERATION: None}) | {CONFIG: request["model_config"]}
-        return _Source(place.shards, described, place.model)
-    run = RunDir(request["run_dir"])
+def _foreign(request: dict[str, Any]) -> _Source:
+    """The folder that the request names."""
+    place = foreign.locate(Path(request["source"]), "export.source")
+    described = described_in(place.model) if place.model else None
+    if request["model_config"] is not None:
+        described = (described or {GENERATION: None}) | {CONFIG: request["model_config"]}
+    return _Source(place.shards, described, place.model)
+
+
+def _of_run(run: RunDir, shards: Path) -> _Source:
+    """The checkpoint `shards` of a run."""
     plan: Plan = read_plan(run.plan)
-    shards = find.chosen(run, request["step"], request["best"])
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}

@@ -32,7 +32,13 @@ def staging_of(target: Path) -> Iterator[Path]:
             why = "another export is writing it at this moment"
             raise UserError(Problem("export.dir", str(target), why, "wait, or add export.dir=ANOTHER_FOLDER")) from None
         yield staging
-        (staging / LOCK).unlink()
+        (staging / LOCK).unlink(missing_ok=True)
+
+
+def discard(target: Path) -> None:
+    """Removes the temporary folder of this target; raises UserError when another process is writing it."""
+    with staging_of(target) as staging:
+        shutil.rmtree(staging)
 
 
 def continued(staging: Path, wanted: dict[str, Any]) -> dict[str, dict[str, str]]:

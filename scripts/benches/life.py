@@ -25,7 +25,7 @@ from launcher.errors import EXIT_TRAINING
 from launcher.rundir import RunDir, read_json
 
 STAGING = ".saving-"
-PATIENCE_S = 300.0  # for anything that a run does, on a busy machine
+PATIENCE_S = 600.0  # for anything that a run does, on a machine that others keep busy too
 END_S = 60.0  # for the rest of a run to end after one rank was killed
 TIGHT_S, LOOSE_S = 0.001, 0.02  # a save takes 50 ms and more
 A_STEP_S = 0.1

@@ -62,10 +62,11 @@ class Lives:
         """Starts or continues the run and kills it at `moment`, unless it comes to its end before.
 
         "start": before the first step. "step" and "save": once a new checkpoint stands, anywhere, or within a save.
+        A run without a checkpoint cannot be continued: it is killed within a save where "start" is asked for.
         """
         life = self._live()
         try:
-            if moment == "start":
+            if moment == "start" and self.newest is not None:
                 life.until_start(self.start_s)
             else:
                 self.start_s = life.until_training()
@@ -82,7 +83,7 @@ class Lives:
         try:
             self.newest = find.newest(self.run)
         except UserError as error:
-            raise BenchError(f"nothing is left after {victim} was killed: {error}") from None
+            raise BenchError(f"nothing is left of {self.run.path.name} after {victim} was killed: {error}") from None
         self.deaths.append(Death(victim, save, logged, self._step()))
         self.ended = self._step() == self.steps
 

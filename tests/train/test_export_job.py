@@ -203,6 +203,28 @@ def test_a_checkpoint_that_is_named_must_be_whole(run: Path, tmp_path: Path) -> 
     assert not (copy / "export").exists()
 
 
+@pytest.mark.parametrize("kind", ["*model_states.pt", "*optim_states.pt"])
+def test_a_file_that_changed_is_found_while_it_is_copied(
+    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it can be read at all or not, nothing of it stays: the checkpoint before it is exported."""
+    copy, target = tmp_path / "run", tmp_path / "export"
+    shutil.copytree(run, copy)
+    file = next((copy / "checkpoints" / "step_00000020").glob(kind))
+    whole = file.read_bytes()
+    for place in (0, len(whole) // 2, len(whole) - 1):  # the zip's first header, a tensor, its end
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        answer = export.run_job(request(copy, target))
+        assert Path(answer["provenance"]["checkpoint"]).name == "step_00000019", place
+        assert f"passed over step_00000020: {file.name} differs" in capsys.readouterr().err
+        shutil.rmtree(answer["staging"])
+        with pytest.raises(UserError, match="checksum"):
+            export.run_job(request(copy, target, step=20))
+        assert not target.exists() and not Path(answer["staging"]).exists()
+
+
 def test_a_model_that_reloads_with_another_loss_is_not_exported(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,31 @@ def chosen(run: RunDir, step: int | None, best: bool) -> Path:
     if step is not None:
         return whole(run.checkpoint(step))
     return best_of(run) if best else newest(run)
+
+
+class Changed(Exception):
+    """A file of a checkpoint is not what was saved."""
+
+
+def likely(run: RunDir, step: int | None, best: bool) -> Path | None:
+    """The folder that `chosen` gives unless a file's content has changed; None where files must be read to tell."""
+    if best:
+        return None
+    folders = manifest.steps(run.checkpoints)[:1] if step is None else [run.checkpoint(step)]
+    return next((folder for folder in folders if manifest.incomplete_of(folder) is None), None)
+
+
+@contextmanager
+def compared(folder: Path) -> Iterator[None]:
+    """Compares the files of `folder` with what was saved, beside the body: raises Changed at its end, whatever it
+    came to, where one differs."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(manifest.problem_of, folder)
+        try:
+            yield
+        finally:
+            if found.result() is not None:
+                raise Changed(folder)
 
 
 def newest(run: RunDir) -> Path:
