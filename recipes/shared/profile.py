@@ -84,7 +84,7 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     kernels = linear_of_stage3() if keeps_inputs(config) else contextlib.nullcontext()
     batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
     with kernels:
-        return record(model.to(DTYPES[precision]), batch, full=not chat)
+        return record(model.to(DTYPES[precision]), batch, full=not chat, leaves=config.model.leaf_modules)
 
 
 def keeps_inputs(config: RunConfig) -> bool:
