@@ -34,6 +34,7 @@ from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
 from launcher.plan import build_plan, read_plan
 from launcher.planner.choose import Chosen
+from launcher.profiled import with_measured
 from launcher.report import report
 from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
@@ -131,6 +132,8 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask
         request = _stored(cfg, overrides, old)
     else:
         request = _new(cfg, overrides, trial)
+    config, origin = with_measured(request.config, request.origin)
+    request = dataclasses.replace(request, config=config, origin=origin)
     replaced = provenance.replaced(request.folded, request.origin)
     shown = request.config.mode == "plan" and request.config.plan.format == "text"  # among the plan's own tables
     if not shown:

@@ -6,12 +6,14 @@ Must never be part of a plan: the same request gives the same plan on any machin
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from launcher.cluster.value import Cluster
 from launcher.planner.capacity import Machine
 
 MIB = 2**20
+CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # a container's own limit
 
@@ -33,6 +35,26 @@ def host_bytes() -> int | None:
     except (OSError, ValueError):  # "max": no limit
         pass
     return min(found, default=None)
+
+
+def device_name(cluster: Cluster) -> str | None:
+    """What the ranks of a local `cluster` run on: the name of its GPUs, or that of the CPU with its cores and ranks.
+
+    None where nobody says, or where GPUs differ. What a rank on a CPU can do depends on how many share it.
+    """
+    ranks = len(cluster.hosts[0].slots)
+    try:
+        if cluster.accelerator == "cuda":
+            from launcher.onhost import probe
+
+            names = {int(index): name for index, name in probe.table("gpu=index,name")}
+            found = {names[slot] for slot in cluster.hosts[0].slots}
+            return found.pop() if len(found) == 1 else None
+        lines = CPUINFO.read_text().splitlines()
+    except Exception:  # as for its memory
+        return None
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return None if name is None else f"{name}, {os.cpu_count()} cores for {ranks} ranks"
 
 
 def gpu_bytes(slots: tuple[int, ...]) -> int | None:

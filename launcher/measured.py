@@ -21,7 +21,7 @@ from launcher.rundir import read_json
 from launcher.schema import RunConfig
 
 Profiles = Callable[[RunConfig, int, str], ModelFacts]
-VERSION = 2  # of what a profile holds
+VERSION = 3  # of what a profile holds
 DECIDING = ("torch", "transformers", "peft")
 
 

@@ -22,6 +22,7 @@ from launcher.cluster.preflight import FAIL, OK, Finding, failed
 from launcher.ds_config import zero_stage
 from launcher.errors import Failure, Problem, format_problems
 from launcher.plan import Plan
+from launcher.planner import surprise
 from launcher.rundir import RunDir
 
 GB = 1e9
@@ -180,6 +181,8 @@ def finish(run: RunDir, value: Plan, summary: dict[str, Any], failure: Failure |
             lines = failure.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
             print("".join(f"  | {line}\n" for line in lines), end="", file=sys.stderr)
         print(f"log: {failure.log}", file=sys.stderr)
+    if summary.get("memory"):
+        print("\n".join(surprise.lines(summary["memory"])))
     if summary.get("audit_findings"):
         print(f"audit:     {summary['audit_findings']} finding(s) about partitioned parameters: {run.audit}")
     if summary.get("final_eval_loss") is not None:

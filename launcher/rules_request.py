@@ -18,7 +18,7 @@ from launcher.errors import Problem
 from launcher.schema import ExportSection, RunConfig
 
 MODES = ("train", "plan", "check", "explain", "audit")
-RECIPES = ("pretrain", "finetune", "custom", "resume", "export")
+RECIPES = ("pretrain", "finetune", "profile", "custom", "resume", "export")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "slurm")
 
 

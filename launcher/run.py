@@ -39,6 +39,8 @@ from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, Use
 from launcher.leftovers import end_on_hosts
 from launcher.onhost import secrets
 from launcher.plan import ModelFacts, Plan, build_plan, installed_versions
+from launcher.planner import surprise
+from launcher.profiled import keep
 from launcher.remote import Reach, run_script
 from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
@@ -140,6 +142,8 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         ending = _start(run, plan, attempt)
         summary = _write_summary(run, plan, ending, attempt)
     render.finish(run, plan, summary, ending.failure)
+    if plan.config.recipe.name == "profile" and ending.exit_code == EXIT_OK:
+        render.text("\n".join(keep(run, plan, summary)))
     return Outcome(ending.exit_code, run.path, overrides, summary, ending.failure.message if ending.failure else None)
 
 
@@ -478,6 +482,7 @@ def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dic
         "attempt": attempt,
         "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
         **result,
+        "memory": _memory(plan, result.get("memory")),
         "audit_findings": None if (audit := read_json(run.audit)) is None else len(audit["findings"]),
         "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
         "failure": None
@@ -491,3 +496,13 @@ def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dic
     if not try_write(write_json, run.summary, summary):
         render.note(f"{run.summary} could not be written")
     return summary
+
+
+def _memory(plan: Plan, measured: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Planned memory beside what the ranks measured; None where either is missing."""
+    memory, config = plan.estimate.memory, plan.config
+    if memory is None or measured is None:
+        return None
+    counted = memory.measured or (config.peft.kind == "none" and not config.parameters.frozen)
+    exact = counted and "nvme" not in (plan.offload_device("optimizer"), plan.offload_device("param"))
+    return surprise.compared(memory, surprise.Setting(plan.zero_stage, plan.world_size), exact, measured)

@@ -36,6 +36,7 @@ class RunDir:
         self.generations = self.path / "generations.jsonl"
         self.summary = self.path / "summary.json"
         self.audit = self.path / "audit.json"
+        self.hardware = self.path / "hardware.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.latest = self.checkpoints / "latest"

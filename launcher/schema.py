@@ -173,6 +173,12 @@ class HardwareSection:
     """Bytes a second of a host's memory, all sockets together."""
     disk_bytes_per_s: float | None
     """Bytes a second of a host's NVMe for offloaded state."""
+    context_bytes: int | None
+    """Bytes of a GPU that a process takes beside torch's own, for CUDA and NCCL; null: 800 MB are assumed."""
+    fragmentation: float | None
+    """Share of a GPU's memory that torch's allocator cannot hand out, 0 to 1; null: a tenth is assumed."""
+    utilisation: float | None
+    """Share of its peak operations a second that a device reaches, 0 to 1; null: a half is assumed."""
 
 
 @dataclass
@@ -290,7 +296,7 @@ class PlanSection:
 @dataclass
 class RecipeSection:
     name: str
-    """The job: pretrain, finetune, custom, resume or export."""
+    """The job: pretrain, finetune, profile, custom, resume or export."""
     target: str | None
     """MODULE.NAME of your own recipe, a function of a plan and its run folder; with recipe=custom."""
 

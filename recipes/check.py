@@ -27,18 +27,25 @@ def run(plan: Plan, run_dir: RunDir) -> None:
     """All ranks; rank 0 writes control/result.json."""
     ranks = distributed.initialise(plan)
     distributed.say(run_dir, "measuring a collective")
-    result = {"all_reduce": all_reduce(ranks), "pairs": host_pairs(plan, ranks)}
+    result: dict[str, Any] = {"all_reduce": all_reduce(ranks), "pairs": host_pairs(plan, ranks)}
+    if ranks.world_size > 1:  # as hardware.file reads it; a ring over all ranks leaves each host once
+        link = "network" if len(plan.cluster.hosts) > 1 else "node"
+        result["hardware"] = {f"{link}_bytes_per_s": result["all_reduce"]["gb_per_s"] * 1e9}
     if ranks.is_main:
         write_json(run_dir.result, result)
 
 
-def all_reduce(ranks: Ranks) -> dict[str, Any]:
-    """{ranks, bytes, seconds, gb_per_s}: bus bandwidth, 2 (n - 1) / n x bytes / time; the best of REPEATS."""
+def all_reduce(ranks: Ranks, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """{ranks, bytes, seconds, gb_per_s}: bus bandwidth, 2 (n - 1) / n x bytes / time; the best of REPEATS. All ranks.
+
+    `group`: this rank's, where several do the same side by side; the slowest counts.
+    """
     tensor = torch.ones(SIZE[ranks.device.type] // 4, device=ranks.device)
-    seconds = _best(lambda: dist.all_reduce(tensor), ranks)
-    moved = 2 * (ranks.world_size - 1) / ranks.world_size * tensor.numel() * 4
+    seconds = best(lambda: dist.all_reduce(tensor, group=group), ranks)
+    size = dist.get_world_size(group)
+    moved = 2 * (size - 1) / size * tensor.numel() * 4
     return {
-        "ranks": ranks.world_size,
+        "ranks": size,
         "bytes": tensor.numel() * 4,
         "seconds": seconds,
         "gb_per_s": moved / seconds / 1e9,
@@ -94,8 +101,8 @@ def _there_and_back(tensor: torch.Tensor, ranks: Ranks, left: int, right: int) -
     return time.perf_counter() - started
 
 
-def _best(work: Callable[[], Any], ranks: Ranks) -> float:
-    """Shortest time of `work` on the slowest rank, in seconds."""
+def best(work: Callable[[], Any], ranks: Ranks) -> float:
+    """Shortest time of `work` on the slowest rank, in seconds. All ranks."""
     times = []
     for _ in range(REPEATS + 1):  # the first opens the connections
         distributed.barrier()

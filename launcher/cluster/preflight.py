@@ -220,7 +220,7 @@ def room_needed(plan: Plan, there: int) -> dict[str, int]:
 
     `there`: checkpoints that the run has already, which give way to new ones.
     """
-    one = plan.estimate.checkpoint_bytes or 0
+    one = 0 if plan.config.recipe.name == "profile" else plan.estimate.checkpoint_bytes or 0  # it saves none
     keep, every, steps = plan.config.checkpoint.keep, plan.config.checkpoint.every, plan.config.run.steps
     written = 1 + (steps // every if every else 0)
     kept = min(keep + 1, written) if keep else written  # the older one goes once the newer one stands

@@ -6,6 +6,7 @@ Must never load torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -34,4 +35,8 @@ def _walked(setup: Setup, profile: Profile, make: Callable[..., Engine]) -> Memo
     places = Places(setup.one_memory)
     walk(make(setup, profile, places), places.device, profile, setup.accumulation)
     host = {} if setup.one_memory else places.host.peak()
-    return Memory(places.device.moments(), host, places.disk.peak(), profile.measured)
+    kept = Counter(places.device.terms)
+    if places.host is not places.device:
+        kept.update(places.host.terms)
+    resident = {term: size for term, size in kept.items() if size}
+    return Memory(places.device.moments(), host, places.disk.peak(), profile.measured, resident)

@@ -14,8 +14,8 @@ from launcher.planner.prediction import Memory
 from launcher.schema import RunConfig
 
 GB = 1e9
-# The CUDA context, cuBLAS workspaces and NCCL's channels of a process: none of it is torch's. A usual figure, and not
-# one of this product's measurements.
+# The CUDA context, cuBLAS workspaces and NCCL's channels of a process: none of it is torch's. A usual figure, which
+# recipe=profile replaces by what it measures.
 CONTEXT_BYTES = 800_000_000
 # Of what is left, what torch's allocator holds and cannot hand out in one piece when the peak comes.
 FRAGMENTATION = 0.10
@@ -57,16 +57,18 @@ def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capaci
     ranks = max(len(host.slots) for host in cluster.hosts)
     share = machine.host_bytes // ranks if machine.host_bytes is not None and cluster.local else None
     on_cuda, total, source = cluster.accelerator == "cuda", config.plan.memory_bytes, "plan.memory_bytes"
+    hardware = read(config.hardware)
     if total is None:
-        total, source = read(config.hardware).memory_bytes, f"hardware={config.hardware.name}"
+        total, source = hardware.memory_bytes, f"hardware={config.hardware.name}"
     own = total is None and not on_cuda
     if total is None and cluster.local:
         total = machine.device_bytes if on_cuda else share
         source = "this machine's GPU" if on_cuda else f"this machine's memory / {ranks} ranks"
     if total is None:
         return None
-    free = max(0, total - CONTEXT_BYTES)
-    usable = round(free * (1 - FRAGMENTATION)) if on_cuda else total
+    context = CONTEXT_BYTES if hardware.context_bytes is None else hardware.context_bytes
+    fragmented = FRAGMENTATION if hardware.fragmentation is None else hardware.fragmentation
+    usable = round(max(0, total - context) * (1 - fragmented)) if on_cuda else total
     return Capacity(usable, total - usable, share if on_cuda else None, not on_cuda, source, own)
 
 

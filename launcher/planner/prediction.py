@@ -6,7 +6,7 @@ Must never hold a formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MOMENTS = ("init", "forward", "backward", "step")
 
@@ -37,6 +37,8 @@ class Memory:
     """Terms of a rank on its NVMe."""
     measured: bool
     """Whether activations are those of the real model at this batch; if not they are left out."""
+    resident: dict[str, int] = field(default_factory=dict)
+    """Terms that a rank holds between steps, in memory of its device and its host together."""
 
     @property
     def peak(self) -> Moment:

@@ -14,8 +14,9 @@ from launcher.planner.hardware import Hardware
 from launcher.planner.links import Offload
 from launcher.planner.parts import Shapes
 
-# Share of its dense peak that a device reaches while it computes a transformer. Megatron-LM reports 44 to 52 % of an
-# A100 for models of 1.7 to 1,000 billion parameters, communication included (Narayanan et al., 2021, table 1).
+# Share of its dense peak that a device reaches while it computes a transformer, where none was measured. Megatron-LM
+# reports 44 to 52 % of an A100 for models of 1.7 to 1,000 billion parameters, communication included (Narayanan et al.,
+# 2021, table 1).
 UTILISATION = 0.5
 ADAM_BYTES = 28  # a parameter: fp32 master, two moments and gradient read, the first three written
 
@@ -35,7 +36,7 @@ class StepTime:
     """Estimated seconds of one optimizer step, by what takes them; they add up to `step_s`."""
 
     compute_s: float
-    """Matrix products and attention, at UTILISATION of the device's peak."""
+    """Matrix products and attention, at the hardware's utilisation of its peak, else at UTILISATION."""
     node_s: float
     """Collectives within a host, as far as they are not hidden behind computation."""
     network_s: float
@@ -81,7 +82,7 @@ def time_of(
     peak = on.fp32_flops_per_s if step.precision == "fp32" else on.bf16_flops_per_s
     if peak is None:
         return None
-    compute = (work.model_flops + work.recomputed_flops) / step.world_size / (peak * UTILISATION)
+    compute = (work.model_flops + work.recomputed_flops) / step.world_size / (peak * (on.utilisation or UTILISATION))
     exposed = _exposed(moves, step, on, work, compute)
     pcie = _seconds(max(links.get("to_host", 0), links.get("from_host", 0)), on.pcie_bytes_per_s)
     disk = _seconds(step.local * (links.get("disk_read", 0) + links.get("disk_write", 0)), on.disk_bytes_per_s)

@@ -44,14 +44,11 @@ def train(
     `show`: called at each evaluation, on all ranks.
     """
     plan = state.plan
-    stop = StopRequest(state)
+    steps = Steps(state, training, objective, metrics)
     evaluate_at, checkpoint_at = plan.config.eval.every, plan.config.checkpoint.every
     state.fixed_batch_loss = lambda: evaluate(state, validation, objective, SAMPLES)
     check_fixed_batch(state)
-    parts = Parts(state.engine, plan.config.parameters.norms)
-    average = averaging(state.engine, plan.config.ema.decay)
-    say(state.run, "training")
-    metrics.start()
+    steps.begin()
     stopping = False
 
     def look() -> bool:
@@ -60,18 +57,8 @@ def train(
         return judged(evaluate(state, validation, objective), state, metrics)
 
     while state.step < plan.config.run.steps and not stopping:
-        taken = take_step(state, training, objective, parts)
-        if average is not None:
-            average.update()
-
-        watch.at("loss over all ranks")
-        means, stopping, measure = stop.agree([taken.loss, *taken.terms.values()])
+        stopping = steps.take()
         last = stopping or state.step == plan.config.run.steps
-        terms = dict(zip(taken.terms, means[1:], strict=True))
-        metrics.step(means[0], taken.lr, taken.grad_norm, terms, taken.part_norms)
-
-        if measure:
-            record_compute_speed(state)
         better = False
         if last or (evaluate_at and state.step % evaluate_at == 0):
             better = look()
@@ -85,6 +72,45 @@ def train(
         look()
         metrics.flush()
         save(state, metrics.recorded())
+
+
+def take_steps(state: TrainState, training: Samples, objective: Objective, metrics: Metrics) -> None:
+    """The plan's steps and nothing else, or until a stop is asked for: no evaluation, no checkpoint. All ranks."""
+    steps, stopping = Steps(state, training, objective, metrics), False
+    steps.begin()
+    while state.step < state.plan.config.run.steps and not stopping:
+        stopping = steps.take()
+
+
+class Steps:
+    """What goes on from step to step: who listens for a stop, the parts that have norms, the average of the weights."""
+
+    def __init__(self, state: TrainState, training: Samples, objective: Objective, metrics: Metrics) -> None:
+        self.state, self.training, self.objective, self.metrics = state, training, objective, metrics
+        self.stop = StopRequest(state)
+
+    def begin(self) -> None:
+        """Once the engine has what it goes on from. All ranks."""
+        config = self.state.plan.config
+        self.parts = Parts(self.state.engine, config.parameters.norms)
+        self.average = averaging(self.state.engine, config.ema.decay)
+        say(self.state.run, "training")
+        self.metrics.start()
+
+    def take(self) -> bool:
+        """One step, recorded. All ranks; whether any was asked to stop."""
+        taken = take_step(self.state, self.training, self.objective, self.parts)
+        if self.average is not None:
+            self.average.update()
+
+        watch.at("loss over all ranks")
+        means, stopping, measure = self.stop.agree([taken.loss, *taken.terms.values()])
+        terms = dict(zip(taken.terms, means[1:], strict=True))
+        self.metrics.step(means[0], taken.lr, taken.grad_norm, terms, taken.part_norms)
+
+        if measure:
+            record_compute_speed(self.state)
+        return stopping
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.rundir import write_json
+from recipes.shared import memory_terms
 from recipes.shared.canary import Canary
 from recipes.shared.engine import global_grad_norm
 from recipes.shared.state import TrainState
@@ -119,6 +120,7 @@ class Metrics:
                 "tokens_per_s": rate,
                 "first_step_time": self.first_step_time,
                 "peak_bytes": peak_bytes(state.ranks.device),
+                "memory": memory_terms.measured(state.engine, state.ranks.device),
                 "checkpoint": str(state.run.checkpoint(state.saved_step)) if state.saved_step is not None else None,
                 "tracker_run_id": self.tracker.run_id,
                 "tracker_sync": self.tracker.sync_command,

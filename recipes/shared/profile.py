@@ -83,8 +83,10 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     shape = (micro_batch_size, length)
     kernels = linear_of_stage3() if keeps_inputs(config) else contextlib.nullcontext()
     batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
+    for parameter in model.parameters():  # DeepSpeed casts no buffer (engine.py, _cast_module_mixed_precision)
+        parameter.data = parameter.data.to(DTYPES[precision])
     with kernels:
-        return record(model.to(DTYPES[precision]), batch, full=not chat, leaves=config.model.leaf_modules)
+        return record(model, batch, full=not chat, leaves=config.model.leaf_modules)
 
 
 def keeps_inputs(config: RunConfig) -> bool:

@@ -46,7 +46,7 @@ FILES = {
     "parameters": 2,
     "peft": 2,
     "precision": 3,
-    "recipe": 5,
+    "recipe": 6,
     "schedule": 3,
     "tracker": 2,
     "zero": 5,

@@ -20,6 +20,7 @@ from tests.plan.asking import CONF, composed, planned, refused, refuses
 
 STEP = ("precision=bf16", "train.micro_batch_size=1", "train.gradient_accumulation_steps=1")
 PARTS = ("compute_s", "node_s", "network_s", "pcie_s", "optimizer_s", "disk_s")
+MEASURED = ("context_bytes", "fragmentation", "utilisation")
 SLOW = "hardware.network_bytes_per_s=1.0e+9"
 
 
@@ -90,8 +91,8 @@ def test_every_shipped_hardware_times_every_link(hardware: str) -> None:
     unknown = {name for name, value in numbers.items() if value is None}
     assert unknown == {
         "none": numbers.keys() - {"name"},
-        "cpu": {"file", "memory_bytes"},
-    }.get(hardware, {"file"})
+        "cpu": {"file", "memory_bytes", *MEASURED},
+    }.get(hardware, {"file", *MEASURED})
 
 
 def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:

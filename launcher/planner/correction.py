@@ -1,0 +1,78 @@
+"""What a run of recipe=profile measured -> the numbers that later plans take in the place of assumptions.
+
+Called by `launcher.profiled` when the run has ended. Pure.
+Must never give a number that was not measured, or that the run was too small to tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from launcher.plan import Plan
+from launcher.planner.hardware import KNOWN, VERSION
+from launcher.planner.movement import movement_of
+
+TOLD_BY = 0.1  # share of a GPU's memory from which on a run tells how much of it goes to fragments
+LEAST = 1e-6  # of the utilisation that is looked for
+HALVINGS = 40
+
+
+def correction(plan: Plan, result: dict[str, Any], date: str) -> dict[str, Any]:
+    """hardware.json: the numbers by their options' names, and what they were measured with.
+
+    `result`: control/result.json of the run. Numbers that it does not tell are absent.
+    """
+    measured = result["hardware"]
+    tokens = plan.batch.global_batch_size * plan.config.train.sequence_length
+    step_s = tokens / result["tokens_per_s"] if result.get("tokens_per_s") else None
+    numbers = {name: value for name, value in measured.items() if name in KNOWN and value is not None}
+    fragmented = fragmentation(measured)
+    if fragmented is not None:
+        numbers["fragmentation"] = fragmented
+    reached = utilisation(plan, numbers, step_s)
+    if reached is not None:
+        numbers["utilisation"] = reached
+    rest = {name: value for name, value in measured.items() if name not in KNOWN and value is not None}
+    memory = plan.estimate.memory
+    planned = {} if memory is None else {moment.name: moment.total_bytes for moment in memory.moments}
+    return {
+        **{"version": VERSION, "measured_by": "recipe=profile", "date": date},
+        **{"model": plan.config.model.name, "precision": plan.precision, "stage": plan.zero_stage},
+        **{"micro_batch_size": plan.batch.micro_batch_size, "sequence_length": plan.config.train.sequence_length},
+        **{"step_s": step_s, "tokens_per_s": result.get("tokens_per_s"), "planned_moments": planned},
+        **rest,
+        **numbers,
+    }
+
+
+def fragmentation(measured: dict[str, Any]) -> float | None:
+    """Share of what torch reserved on a GPU that it never had allocated; None where little of the GPU was used."""
+    total, allocated, reserved = (measured.get(name) for name in ("memory_bytes", "allocated_bytes", "reserved_bytes"))
+    if not (total and allocated and reserved) or allocated < TOLD_BY * total:
+        return None
+    return float(max(0, reserved - allocated) / reserved)
+
+
+def utilisation(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> float | None:
+    """The share of its peak at which computing, beside all else that a plan estimates, takes `step_s`.
+
+    So that the plan of the same run estimates the time that it took. None where a plan would estimate none.
+    """
+    if step_s is None or plan.estimate.parameters is None:
+        return None
+    only: dict[str, Any] = {"file": None} | dict.fromkeys(KNOWN) | numbers
+    section = dataclasses.replace(plan.config.hardware, **only)
+
+    def planned_s(share: float) -> float | None:
+        config = dataclasses.replace(plan.config, hardware=dataclasses.replace(section, utilisation=share))
+        time = movement_of(plan.estimate.parameters or 0, config, plan.deepspeed, plan.cluster, plan.batch).time
+        return None if time is None else time.step_s
+
+    if planned_s(1.0) is None:
+        return None
+    low, high = LEAST, 1.0
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if (planned_s(middle) or 0.0) > step_s else (low, middle)
+    return high
