@@ -21,7 +21,7 @@ from launcher.rundir import read_json
 from launcher.schema import RunConfig
 
 Profiles = Callable[[RunConfig, int, str], ModelFacts]
-VERSION = 2  # of what a profile holds
+VERSION = 3  # of what a profile holds
 DECIDING = ("torch", "transformers", "peft")
 
 
@@ -31,19 +31,24 @@ def profiles(measure: bool) -> Profiles:
     `measure`: run what is not remembered (5 to 10 s); without it such a model is not known.
     """
 
+    kept: dict[Path, ModelFacts] = {}
+
     def known(config: RunConfig, micro_batch_size: int, precision: str) -> ModelFacts:
         request = {"config": _deciding(config), "micro_batch_size": micro_batch_size, "precision": precision}
         file = None if config.model.target is not None else _file(request)
+        if file in kept:
+            return kept[file]
         answer = read_json(file) if file is not None else None
         if answer is None and measure:
             whole = {"config": dataclasses.asdict(config), "file": None if file is None else str(file)}
             answer = run.ask_worker("profile", request | whole)
         if answer is None:
             return ModelFacts()
-        timeline = answer["timeline"]
-        return ModelFacts(
-            answer["parameters"], None if timeline is None else Profile.from_json(timeline), answer["why"]
-        )
+        profile = None if answer["timeline"] is None else Profile.from_json(answer["timeline"])
+        facts = ModelFacts(answer["parameters"], profile, answer["why"])
+        if file is not None:
+            kept[file] = facts
+        return facts
 
     return known
 
@@ -54,6 +59,7 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
     return {
         "model": config.model.config,
         "attention": config.model.attn_implementation,
+        "leaves": config.model.leaf_modules,
         "length": config.train.sequence_length,
         "checkpointing": config.activation.checkpointing,
         "peft": peft,

@@ -27,7 +27,7 @@ from launcher.own_code import missing_code
 from launcher.planner import memory, shapes, traffic
 from launcher.planner.assess import memory_of
 from launcher.planner.collectives import Move
-from launcher.planner.movement import movement_of
+from launcher.planner.movement import movement_of, outlined
 from launcher.planner.prediction import Memory
 from launcher.planner.profile import Profile
 from launcher.planner.setup import Setup
@@ -266,7 +266,8 @@ def _estimate(
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
     setup = Setup.of(deepspeed, cluster.world_size, config.ema.decay is not None, cluster.accelerator == "cpu")
-    predicted = memory_of(setup, facts.profile or Profile.without_activations(trained, frozen))
-    movement = movement_of(parameters, config, deepspeed, cluster, batch)
+    profile = facts.profile or outlined(parameters, config)
+    predicted = memory_of(setup, profile)
+    movement = movement_of(profile, setup, config, deepspeed, cluster, batch)
     known_sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
     return Estimate(parameters, *known_sizes, **vars(movement))

@@ -6,16 +6,15 @@ Must never repeat a textbook where the code does something else: stages 1 and 2 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from launcher.planner.gathers import Counts, Limits, Trace, gathers
+from launcher.planner.gathering import Counts, Limits, counted, persistent
 from launcher.planner.memory import WEIGHT_BYTES
-from launcher.planner.parts import Block, Part
+from launcher.planner.profile import Profile
+from launcher.planner.setup import Setup
 
 NODE, NODES, WORLD = "node", "nodes", "world"
-SLICES = 64  # equal layers that stand for a model whose shapes are not known
 SCALE_GROUP = 8000  # elements that share one fp32 scale in qwZ (partition_parameters.py, target_group_size)
 
 
@@ -33,20 +32,6 @@ class Move:
     """Sizes of the tensors given to it: the whole of what is reduced, a rank's part of an all-gather."""
     sent_bytes: int
     """What a rank sends when the collective runs as a ring."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The parameters of a model, by part and in the order of use, and those that are trained."""
-
-    parts: tuple[Part, ...]
-    trained: tuple[Part, ...]
-    tied: bool
-
-    @property
-    def trained_parameters(self) -> int:
-        """Elements of the trained ones."""
-        return sum(part.parameters for part in self.trained)
 
 
 @dataclass(frozen=True)
@@ -70,58 +55,21 @@ class Step:
         return self.world_size // self.hosts
 
 
-def unknown_sizes(parameters: int) -> Sizes:
-    """A model of which only the size is known."""
-    parts = (Part("layer", SLICES, Block((math.ceil(parameters / SLICES),))),)
-    return Sizes(parts, parts, tied=False)
-
-
-def with_adapter(sizes: Sizes, adapter: tuple[Part, ...]) -> Sizes:
-    """A frozen model with trained adapters in its layers; copies of whole modules come after them.
-
-    Exact where parameters stay live from forward to backward. Where they do not, autograd skips frozen layers below
-    the first adapter and recomputation gathers frozen ones twice, which this does not follow: up to a third is missed.
-    """
-    matrices, *copies = adapter
-    parts = [
-        replace(part, block=replace(part.block, inner=(*part.block.inner, *matrices.block.inner)))
-        if part.name == "layer"
-        else part
-        for part in sizes.parts
-    ]
-    return Sizes((*parts, *copies), adapter, sizes.tied)
-
-
-def moves(sizes: Sizes, step: Step) -> tuple[Move, ...]:
+def moves(profile: Profile, setup: Setup, step: Step) -> tuple[Move, ...]:
     """Every collective of one optimizer step; none on one rank, nor those of single numbers (norms, flags)."""
     if step.world_size == 1:
         return ()
-    found = _sharded(sizes, step) if step.stage == 3 else _replicated(sizes, step)
+    found = _sharded(profile, setup, step) if step.stage == 3 else _replicated(profile, step)
     return tuple(move for move in found if move.logged_bytes)
 
 
-def limits(zero: dict[str, Any]) -> Limits:
-    """The plan's stage3_* keys over DeepSpeed's own values; stage3_allgather_sequential fetches nothing ahead."""
-    names = {
-        "prefetch_bucket": "stage3_prefetch_bucket_size",
-        "max_live": "stage3_max_live_parameters",
-        "max_reuse_distance": "stage3_max_reuse_distance",
-        "param_persistence": "stage3_param_persistence_threshold",
-        "model_persistence": "stage3_model_persistence_threshold",
-    }
-    given = {field: int(zero[key]) for field, key in names.items() if zero.get(key) is not None}
-    if zero.get("stage3_allgather_sequential"):
-        given["prefetch_bucket"] = 1
-    return Limits(**given)
-
-
-def _replicated(sizes: Sizes, step: Step) -> list[Move]:
+def _replicated(profile: Profile, step: Step) -> list[Move]:
     """Stages 0 to 2. Gradients are all-reduced in buckets, at stages 1 and 2 too, unless each goes to its owner alone.
 
     runtime/zero/stage_1_and_2.py, average_tensor: reduce_scatter=true leaves `reduce` calls only without
     use_multi_rank_bucket_allreduce. Stages 0 and 1 do so once a step, stage 2 on every micro-batch.
     """
-    elements, zero = sizes.trained_parameters, step.zero
+    elements, zero = profile.trained, step.zero
     owned = (
         step.stage > 0 and zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
     )
@@ -135,26 +83,28 @@ def _replicated(sizes: Sizes, step: Step) -> list[Move]:
     return found
 
 
-def _sharded(sizes: Sizes, step: Step) -> list[Move]:
+def _sharded(profile: Profile, setup: Setup, step: Step) -> list[Move]:
     """Stage 3: parameters gathered before use, gradients reduce-scattered in every micro-batch, and, once a step,
     the persistent parameters gathered after they were updated (stage3.py, _post_step)."""
     world, zero = step.world_size, step.zero
-    course, forward, backward = gathers(sizes.parts, sizes.tied, step.recomputed, limits(zero))
-    found = _gathers(course, forward, backward, step)
+    limits = Limits.of(setup)
+    forward, backward = counted(profile, limits)
+    sizes = [each.elements for each in profile.parameters]
+    found = _gathers(sizes, forward, backward, step)
     gradient = WEIGHT_BYTES[step.communication] * step.micro_batches
     if zero.get("zero_quantized_gradients") and step.hosts > 1:
-        found += _quantized_gradients(sizes, step)
+        found += _quantized_gradients(profile, step)
     elif zero.get("reduce_scatter", True):
-        padded = sum(part.repeats * -(-size // world) * world for part in sizes.trained for size in part.sizes)
+        padded = sum(-(-each.elements // world) * world for each in profile.parameters if each.trained)
         found.append(_move("backward", "reduce_scatter_tensor", padded * gradient, world))
     else:
-        found.append(_move("backward", "all_reduce", sizes.trained_parameters * gradient, world))
-    kept = sum(-(-course.sizes[index] // world) for index in course.persistent)
+        found.append(_move("backward", "all_reduce", profile.trained * gradient, world))
+    kept = sum(-(-sizes[index] // world) for index in persistent(profile, limits))
     found.append(_move("update", "all_gather_into_tensor", kept * WEIGHT_BYTES[step.precision], world))
     return found
 
 
-def _gathers(course: Trace, forward: Counts, backward: Counts, step: Step) -> list[Move]:
+def _gathers(sizes: list[int], forward: Counts, backward: Counts, step: Step) -> list[Move]:
     """Gathers of forward and backward. With hpZ the first of a step is from all ranks, every later one within a host:
     the copy there lives until the optimizer changes the weights (partition_parameters.py, ds_secondary_tensor)."""
     group = int(step.zero.get("zero_hpz_partition_size") or 1)
@@ -163,7 +113,7 @@ def _gathers(course: Trace, forward: Counts, backward: Counts, step: Step) -> li
     for phase, counts in (("forward", forward), ("backward", backward)):
         whole, near = 0, 0
         for index, times in counts.items():
-            size, every = course.sizes[index], times * step.micro_batches
+            size, every = sizes[index], times * step.micro_batches
             first = 0 if phase == "backward" and index in forward else 1
             far = every if group == 1 else min(first, every)
             whole += far * _weight_bytes(-(-size // step.world_size), step.precision, quantized)
@@ -178,13 +128,13 @@ def _weight_bytes(elements: int, precision: str, quantized: bool) -> int:
     return elements + 4 * -(-elements // SCALE_GROUP) if quantized else elements * WEIGHT_BYTES[precision]
 
 
-def _quantized_gradients(sizes: Sizes, step: Step) -> list[Move]:
+def _quantized_gradients(profile: Profile, step: Step) -> list[Move]:
     """qgZ: int4 to the ranks of the host, and the sums of those to the other hosts (all_to_all_quant_reduce).
 
     Vectors and what 2 x ranks do not divide are reduce-scattered; a parameter's form is not known here, so those that
     are small enough to be vectors count as such.
     """
-    half_bytes = sum(part.parameters for part in sizes.trained) * step.micro_batches // 2
+    half_bytes = profile.trained * step.micro_batches // 2
     return [
         _move("backward", "all_to_all_single", half_bytes, step.local, NODE),
         _move("backward", "all_to_all_single", half_bytes // step.local, step.hosts, NODES),

@@ -11,7 +11,8 @@ from typing import Any
 
 from launcher.plan import Plan
 from launcher.planner.hardware import KNOWN, VERSION
-from launcher.planner.movement import movement_of
+from launcher.planner.movement import movement_of, outlined
+from launcher.planner.setup import Setup
 
 TOLD_BY = 0.1  # share of a GPU's memory from which on a run tells how much of it goes to fragments
 LEAST = 1e-6  # of the utilisation that is looked for
@@ -63,10 +64,13 @@ def utilisation(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> fl
         return None
     only: dict[str, Any] = {"file": None} | dict.fromkeys(KNOWN) | numbers
     section = dataclasses.replace(plan.config.hardware, **only)
+    averaged, cpu = plan.config.ema.decay is not None, plan.cluster.accelerator == "cpu"
+    setup = Setup.of(plan.deepspeed, plan.world_size, averaged, cpu)
+    profile = outlined(plan.estimate.parameters, plan.config)
 
     def planned_s(share: float) -> float | None:
         config = dataclasses.replace(plan.config, hardware=dataclasses.replace(section, utilisation=share))
-        time = movement_of(plan.estimate.parameters or 0, config, plan.deepspeed, plan.cluster, plan.batch).time
+        time = movement_of(profile, setup, config, plan.deepspeed, plan.cluster, plan.batch).time
         return None if time is None else time.step_s
 
     if planned_s(1.0) is None:

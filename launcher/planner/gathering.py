@@ -8,14 +8,76 @@ Must never decide by bytes what DeepSpeed decides by elements.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import deque
 from dataclasses import dataclass, field
 
 from launcher.planner.ledger import Ledger
-from launcher.planner.profile import BACKWARD, FORWARD, FORWARD_END, Event, Profile
+from launcher.planner.profile import BACKWARD, END, FORWARD, GRADIENT, LOSS, Event, Profile
 from launcher.planner.setup import Setup
 
 WHOLE, COPY = "gathered parameters", "gather buffers"
+PASSES = 3  # the first learns the order, the second has what was gathered before it
+Counts = dict[int, int]  # index of a parameter -> times
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What decides the gathers of a rank, beside the model: DeepSpeed's stage3_* keys, in elements, and its ranks."""
+
+    ranks: int
+    weight: int
+    one_memory: bool
+    prefetch_bucket: int
+    max_live: int
+    max_reuse_distance: int
+    persistence: int
+    model_persistence: int
+
+    @staticmethod
+    def of(setup: Setup) -> Limits:
+        """Those of a request; stage3_allgather_sequential fetches nothing ahead but the next parameter."""
+        prefetch = setup.number("stage3_prefetch_bucket_size")
+        return Limits(
+            ranks=setup.world_size,
+            weight=setup.weight,
+            one_memory=setup.one_memory,
+            prefetch_bucket=1 if setup.zero.get("stage3_allgather_sequential") else prefetch,
+            max_live=setup.number("stage3_max_live_parameters"),
+            max_reuse_distance=setup.number("stage3_max_reuse_distance"),
+            persistence=setup.number("stage3_param_persistence_threshold"),
+            model_persistence=setup.number("stage3_model_persistence_threshold"),
+        )
+
+
+def persistent(profile: Profile, limits: Limits) -> set[int]:
+    """Parameters that stay whole: small ones, as many as the whole model may keep (mark_persistent_parameters)."""
+    left, found = limits.model_persistence, set()
+    for index, each in enumerate(profile.parameters):
+        if each.elements <= min(limits.persistence, left):
+            found.add(index)
+            left -= each.elements
+    return found
+
+
+@functools.lru_cache(maxsize=32)  # a table of offloads asks for the same one many times
+def counted(profile: Profile, limits: Limits) -> tuple[Counts, Counts]:
+    """How often each parameter is gathered in forward and in backward of a micro-batch, once the order is known."""
+    gathering = Gathering(limits, profile, Ledger())
+    counts: tuple[Counts, Counts] = ({}, {})
+    for _ in range(PASSES):
+        counts = ({}, {})
+        gathering.begin()
+        gathering.count = counts[0]
+        for event in profile.events:
+            if event.what == LOSS:
+                gathering.count = counts[1]
+            elif event.what not in (GRADIENT, END):
+                gathering.visit(event)
+        gathering.count = {}
+        gathering.release_all()
+        gathering.gather_persistent()
+    return counts
 
 
 @dataclass(eq=False)
@@ -31,20 +93,17 @@ class Handle:
 class Gathering:
     """The coordinator of one rank: a first pass records the order of modules, later ones prefetch by it."""
 
-    def __init__(self, setup: Setup, profile: Profile, ledger: Ledger) -> None:
-        self.setup, self.profile, self.ledger = setup, profile, ledger
+    def __init__(self, limits: Limits, profile: Profile, ledger: Ledger) -> None:
+        self.limits, self.profile, self.ledger = limits, profile, ledger
         self.elements = [each.elements for each in profile.parameters]
-        self.ranks = setup.world_size
+        self.ranks = limits.ranks
+        self.count: Counts = {}
         self.order: list[int] = []
         self.complete = False
-        self.persistent = self._persistent()
+        self.persistent = persistent(profile, limits)
         self.whole: set[int] = set()
         self.flying: dict[int, Handle] = {}
         self.active: dict[int, set[int]] = {}
-        self.limits = {
-            name: setup.number(f"stage3_{name}")
-            for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
-        }
 
     def begin(self) -> None:
         """A micro-batch begins (reset_step): the order is known once one has been recorded."""
@@ -64,7 +123,7 @@ class Gathering:
         if event.what in (FORWARD, BACKWARD):
             self._fetch(event.index)
         else:
-            self._leave(event.index, forward=event.what == FORWARD_END)
+            self._leave(event.index)
 
     def release_all(self) -> None:
         """Before the optimizer's step nothing is whole (partition_all_parameters)."""
@@ -83,7 +142,7 @@ class Gathering:
     # --- fetch -------------------------------------------------------------------------------------------------------
 
     def _fetch(self, module: int) -> None:
-        own = self.profile.modules[module].parameters
+        own = self.profile.modules[module].fetched
         if not self.complete:
             self.order.append(module)
         self._gather([index for index in own if index not in self.whole and index not in self.flying])
@@ -102,7 +161,7 @@ class Gathering:
             index, step = self.queue.popleft()
             self.fetched_for[index] = step
             passed.add(index)
-        room = min(self.limits["max_live_parameters"] - self.available, self.limits["prefetch_bucket_size"])
+        room = min(self.limits.max_live - self.available, self.limits.prefetch_bucket)
         ahead: list[int] = []
         elements = 0
         while self.queue and elements < room:
@@ -118,12 +177,14 @@ class Gathering:
         """One parameter is gathered in place; several into one flat tensor, and copied out of it when waited for."""
         if not indices:
             return
-        self.available += sum(self.elements[index] for index in indices)
+        for index in indices:
+            self.available += self.elements[index]
+            self.count[index] = self.count.get(index, 0) + 1
         if self.ranks == 1:
             self.whole.update(indices)  # the partition is the parameter
             return
         handle = Handle(indices, set(indices))
-        if self.setup.one_memory:  # gloo gathers beside its output
+        if self.limits.one_memory:  # gloo gathers beside its output
             self.ledger.spike(COPY, 2 * sum(self._padded(index) for index in indices))
         if len(indices) == 1:
             self.ledger.add(WHOLE, self._padded(indices[0]))
@@ -139,7 +200,7 @@ class Gathering:
         if not handle.done:
             handle.done = True
             for each in handle.parameters:
-                self.ledger.add(WHOLE, self.setup.weight * self.elements[each])
+                self.ledger.add(WHOLE, self.limits.weight * self.elements[each])
         self.whole.add(index)
         handle.waiting.discard(index)
         if not handle.waiting:
@@ -147,10 +208,11 @@ class Gathering:
 
     # --- release -----------------------------------------------------------------------------------------------------
 
-    def _leave(self, module: int, forward: bool) -> None:
-        for index in self.profile.modules[module].parameters:
+    def _leave(self, module: int) -> None:
+        near = self.complete and self._leaf_is_near(module)
+        for index in self.profile.modules[module].fetched:
             self.active.get(index, set()).discard(module)
-            if not self.complete or self._may_go(index):
+            if not self.complete or (not near and self._may_go(index)):
                 self._release(index)
 
     def _may_go(self, index: int) -> bool:
@@ -162,7 +224,22 @@ class Gathering:
         if following == len(uses):
             return True
         between = self.traversed[uses[following]] - self.traversed[min(self.at, len(self.traversed) - 1)]
-        return between >= self.limits["max_reuse_distance"]
+        return between >= self.limits.max_reuse_distance
+
+    def _leaf_is_near(self, module: int) -> bool:
+        """Whether a module around a leaf comes within max_reuse_distance: of leaf modules, DeepSpeed counts every
+        module with all that is inside (`recurse` in __params_to_release), and so finds them in their parents too."""
+        modules, used = self.profile.modules, 0
+        if not modules[module].leaf:
+            return False
+        first = modules[module].inside[:1]
+        for later in self.order[self.at :]:
+            if used >= self.limits.max_reuse_distance:
+                return False
+            if set(first) <= set(modules[later].inside):
+                return True
+            used += sum(self.elements[index] for index in modules[later].inside)
+        return False
 
     def _release(self, index: int) -> None:
         if index not in self.whole or self.active.get(index):
@@ -170,21 +247,11 @@ class Gathering:
         self.whole.discard(index)
         self.available -= self.elements[index]
         if self.ranks > 1:
-            self.ledger.add(WHOLE, -min(self.ledger.terms.get(WHOLE, 0), self.setup.weight * self.elements[index]))
+            self.ledger.add(WHOLE, -min(self.ledger.terms.get(WHOLE, 0), self.limits.weight * self.elements[index]))
         if not self.whole and not self.flying:
             self.ledger.set(WHOLE, 0)  # what padding was left
 
     # --- what is known beforehand ------------------------------------------------------------------------------------
-
-    def _persistent(self) -> set[int]:
-        threshold = self.setup.number("stage3_param_persistence_threshold")
-        left = self.setup.number("stage3_model_persistence_threshold")
-        found = set()
-        for index, elements in enumerate(self.elements):
-            if elements <= min(threshold, left):
-                found.add(index)
-                left -= elements
-        return found
 
     def _index_uses(self) -> None:
         """Where in the order each parameter is used, and how many elements were passed before."""
@@ -201,4 +268,4 @@ class Gathering:
             self.traversed.append(self.traversed[-1] + size)
 
     def _padded(self, index: int) -> int:
-        return self.setup.weight * -(-self.elements[index] // self.ranks) * self.ranks
+        return self.limits.weight * -(-self.elements[index] // self.ranks) * self.ranks

@@ -13,8 +13,11 @@ from launcher import ds_config
 from launcher.batch import Batch
 from launcher.cluster.value import Cluster
 from launcher.planner import hardware, shapes
-from launcher.planner.collectives import Move, Sizes, Step, moves, unknown_sizes, with_adapter
+from launcher.planner.collectives import Move, Step, moves
 from launcher.planner.links import Offload, links
+from launcher.planner.outline import outline
+from launcher.planner.profile import Profile
+from launcher.planner.setup import Setup
 from launcher.planner.timing import StepTime, time_of, work_of
 from launcher.schema import RunConfig
 
@@ -31,36 +34,36 @@ class Movement:
 
 
 def movement_of(
-    parameters: int, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+    profile: Profile, setup: Setup, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
 ) -> Movement:
-    """What a model with that many parameters moves, all of one size where its shapes are not known."""
-    sizes, step = sizes_of(parameters, config), step_of(config, deepspeed, cluster, batch)
-    found = moves(sizes, step)
+    """What a model moves and computes."""
+    step = step_of(config, deepspeed, cluster, batch)
+    found = moves(profile, setup, step)
     offload = Offload(
         optimizer=ds_config.offload_device(deepspeed, "optimizer"),
         param=ds_config.offload_device(deepspeed, "param"),
-        share=-(-sizes.trained_parameters // cluster.world_size),
+        share=-(-profile.trained // cluster.world_size),
     )
     on_links = links(found, step, offload)
     known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
     if known is None:
         return Movement(found, on_links, None, None, None)
     samples, length = batch.global_batch_size, config.train.sequence_length
-    trained = None if sizes.trained_parameters >= known.parameters else sizes.trained_parameters
+    trained = None if profile.trained >= known.parameters else profile.trained
     work = work_of(known, samples, length, step.recomputed, trained)
     time = time_of(work, samples * length, found, on_links, step, offload, hardware.read(config.hardware))
     return Movement(found, on_links, known.active, work.model_flops, time)
 
 
-def sizes_of(parameters: int, config: RunConfig) -> Sizes:
-    """The model's parameters, with a LoRA adapter's where the request has one that is known."""
+def outlined(parameters: int, config: RunConfig) -> Profile:
+    """A model of which nothing was measured: by its shapes where they are known, else equal pieces of its size."""
     known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
-    sizes = unknown_sizes(parameters) if known is None else Sizes(known.parts, known.parts, bool(known.tied_head))
-    peft = config.peft
-    if known is None or peft.kind != "lora" or peft.rank is None:
-        return sizes
-    adapter = shapes.adapter_parts(config.model.config, peft.rank, peft.target, peft.modules_to_save)
-    return sizes if adapter is None else with_adapter(sizes, adapter)
+    if known is None:
+        return Profile.without_activations(parameters)
+    peft, adapter = config.peft, None
+    if peft.kind == "lora" and peft.rank is not None:
+        adapter = shapes.adapter_parts(config.model.config, peft.rank, peft.target, peft.modules_to_save)
+    return outline(known.parts, bool(known.tied_head), bool(config.activation.checkpointing), adapter or ())
 
 
 def step_of(config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Step:

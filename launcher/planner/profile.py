@@ -26,10 +26,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Module:
-    """A module and the indices of the parameters it holds itself."""
+    """A module, and the indices of the parameters it holds itself."""
 
     kind: str
     parameters: tuple[int, ...]
+    inside: tuple[int, ...] = ()
+    """Its own and those of modules in it."""
+    leaf: bool = False
+    """Whether DeepSpeed gathers it as one (zero_optimization.leaf_module): a mixture of experts."""
+
+    @property
+    def fetched(self) -> tuple[int, ...]:
+        """Parameters that are gathered for it."""
+        return self.inside if self.leaf else self.parameters
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Event:
     now_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # as an object: what is worked out from it is kept by it
 class Profile:
     """One pass over one micro-batch. `measured`: whether the events are a real model's."""
 
@@ -57,7 +66,7 @@ class Profile:
         """What `recipes.shared.timeline.record` wrote."""
         return Profile(
             tuple(Parameter(*each) for each in value["parameters"]),
-            tuple(Module(kind, tuple(indices)) for kind, indices in value["modules"]),
+            tuple(Module(kind, tuple(own), tuple(inside), leaf) for kind, own, inside, leaf in value["modules"]),
             tuple(Event(*each) for each in value["events"]),
             value["buffer_bytes"],
         )

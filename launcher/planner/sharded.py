@@ -6,7 +6,7 @@ Must never serve another stage.
 
 from __future__ import annotations
 
-from launcher.planner.gathering import Gathering
+from launcher.planner.gathering import Gathering, Limits
 from launcher.planner.ledger import Places
 from launcher.planner.profile import Event, Profile
 from launcher.planner.setup import MASTER_BYTES, NORM_BYTES, Setup
@@ -24,7 +24,7 @@ class Sharded:
         self.share = sum(piece for piece, each in zip(pieces, profile.parameters, strict=True) if each.trained)
         self.frozen_share = sum(pieces) - self.share
         self.largest_group = min(self.share, max(setup.number("sub_group_size"), 1))
-        self.gathering = Gathering(setup, profile, places.device)
+        self.gathering = Gathering(Limits.of(setup), profile, places.device)
         self.bucket_elements = setup.number("reduce_bucket_size")
         self.bucket: list[int] = []
         self.in_bucket = self.apart = 0

@@ -32,9 +32,14 @@ def drawn(config: RunConfig) -> nn.Module:
 
 
 def _checkpointing(config: RunConfig, model: Any) -> nn.Module:
+    """transformers 5 renamed the method within its life; a module of the user's own may have either name."""
     if config.activation.checkpointing:
-        if not hasattr(model, "gradient_checkpointing_enable"):
+        options = {"use_reentrant": False}
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        elif hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        else:
             why = "the module has no method gradient_checkpointing_enable"
             raise UserError(Problem("activation", "full", why, "use activation=none, or give it one"))
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return cast(nn.Module, model)

@@ -16,8 +16,8 @@ from torch import nn
 
 from launcher.errors import Problem, UserError
 from launcher.plan import Plan
+from recipes.shared.mixtures import has_separate_experts, is_mixture, names_of
 
-MATRICES = 3  # dimensions of one parameter that holds a matrix for each expert
 LISTED = 8
 
 
@@ -32,15 +32,15 @@ def mark_leaf_modules(plan: Plan, model: nn.Module) -> None:
     block = plan.deepspeed.get("zero_optimization", {}).get("leaf_module", {})
     where = "deepspeed.zero_optimization.leaf_module"
     modules = dict(model.named_modules())
-    classes = {name for module in modules.values() for name in _names_of(module)}
+    classes = {name for module in modules.values() for name in names_of(module)}
     _refuse_unknown(model, "model.leaf_modules", wanted, classes)
     _refuse_unknown(model, f"{where}.classes", block.get("classes", []), classes)
     _refuse_unknown(model, f"{where}.names", block.get("names", []), set(modules))
     for module in modules.values():
-        named = bool(_names_of(module) & set(wanted))
+        named = bool(names_of(module) & set(wanted))
         if plan.zero_stage == 3 and (named or is_mixture(module)):
             set_z3_leaf_module(module, True)
-        elif plan.zero_stage in (1, 2) and plan.world_size > 1 and (named or _has_separate_experts(module)):
+        elif plan.zero_stage in (1, 2) and plan.world_size > 1 and (named or has_separate_experts(module)):
             _refuse_stage2(plan, type(module).__name__)
             module.register_forward_hook(_touch_all)
 
@@ -48,25 +48,6 @@ def mark_leaf_modules(plan: Plan, model: nn.Module) -> None:
 def leaf_classes(model: nn.Module) -> list[str]:
     """Classes of the modules that are fetched whole."""
     return sorted({type(module).__name__ for module in model.modules() if z3_leaf_module(module)})
-
-
-def is_mixture(module: nn.Module) -> bool:
-    """Whether a child of `module` is called experts, and holds several modules or one matrix for each expert."""
-    return _has_separate_experts(module) or any(_holds_matrices(child) for child in _experts_of(module))
-
-
-def _has_separate_experts(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.ModuleList | nn.ModuleDict) and len(child) > 1 for child in _experts_of(module))
-
-
-def _experts_of(module: nn.Module) -> list[nn.Module]:
-    return [child for name, child in module.named_children() if "expert" in name]
-
-
-def _holds_matrices(child: nn.Module) -> bool:
-    """Its parameters get a gradient as a whole, whichever experts are used."""
-    shapes: list[Any] = [getattr(own, "ds_shape", own.shape) for own in child.parameters(recurse=False)]
-    return any(len(shape) >= MATRICES for shape in shapes)
 
 
 def _touch_all(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -85,11 +66,6 @@ def _refuse_stage2(plan: Plan, name: str) -> None:
     if plan.zero_stage == 2:
         why = f"ranks may use other parts of {name}, and stage 2 adds up gradients in the order in which they come"
         raise UserError(Problem("zero", "stage2", why, "use zero=stage1 or zero=stage3, which train it alike"))
-
-
-def _names_of(module: nn.Module) -> set[str]:
-    kind = type(module)
-    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def _refuse_unknown(model: nn.Module, where: str, wanted: list[str], known: set[str]) -> None:

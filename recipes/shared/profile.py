@@ -86,7 +86,7 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     for parameter in model.parameters():  # DeepSpeed casts no buffer (engine.py, _cast_module_mixed_precision)
         parameter.data = parameter.data.to(DTYPES[precision])
     with kernels:
-        return record(model, batch, full=not chat)
+        return record(model, batch, full=not chat, leaves=config.model.leaf_modules)
 
 
 def keeps_inputs(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.shared.kernels import attention_without_values
+from recipes.shared.mixtures import is_mixture, names_of
 
 # What happens, as launcher.planner.profile numbers it: a module's forward begins and ends, its backward begins and
 # ends, a parameter's gradient is complete, the loss is there, backward is over.
@@ -69,12 +70,16 @@ class Alive(TorchDispatchMode):
 class Recorder:
     """Hooks on a model that write down its events: (what, index of module or parameter, highest before, now)."""
 
-    def __init__(self, model: nn.Module, alive: Alive) -> None:
+    def __init__(self, model: nn.Module, alive: Alive, leaves: set[str]) -> None:
         self.alive = alive
         self.events: list[Event] = []
         self.parameters = list(model.parameters())
         self.modules = list(model.modules())
+        self.leaves = {m for m in self.modules if is_mixture(m) or names_of(m) & leaves}
+        within = {inner for leaf in self.leaves for inner in leaf.modules()} - self.leaves
         for index, module in enumerate(self.modules):
+            if module in within:
+                continue  # DeepSpeed has no hooks there
             module.register_forward_pre_hook(self._begin(index), with_kwargs=True)
             module.register_forward_hook(self._end(index))
         for index, parameter in enumerate(self.parameters):
@@ -111,15 +116,18 @@ class Recorder:
         return hook
 
 
-def record(model: nn.Module, batch: dict[str, torch.Tensor], full: bool = True) -> dict[str, Any]:
+def record(
+    model: nn.Module, batch: dict[str, torch.Tensor], full: bool = True, leaves: Collection[str] = ()
+) -> dict[str, Any]:
     """Parameters, modules and events of one pass over a batch of meta tensors, for `launcher.planner.profile`.
 
-    `full`: whether the batch stands for samples without padding or packing.
-    {"parameters": [[name, elements, trained]], "modules": [[class, [indices of its own parameters]]], "events": [...],
-    "buffer_bytes"}.
+    `full`: whether the batch stands for samples without padding or packing. `leaves`: classes of modules that are
+    gathered as one, beside mixtures.
+    {"parameters": [[name, elements, trained]], "modules": [[class, [indices of its own parameters], [of all
+    inside], leaf]], "events": [...], "buffer_bytes"}.
     """
     alive = Alive(itertools.chain(model.parameters(), model.buffers(), batch.values()), full)
-    recorder = Recorder(model, alive)
+    recorder = Recorder(model, alive, set(leaves))
     with attention_without_values(), alive:
         loss = model(**batch).loss
         recorder.note(LOSS)
@@ -131,7 +139,12 @@ def record(model: nn.Module, batch: dict[str, torch.Tensor], full: bool = True) 
     return {
         "parameters": [[names[id(p)], p.numel(), p.requires_grad] for p in recorder.parameters],
         "modules": [
-            [type(module).__name__, [place[id(p)] for p in module._parameters.values() if p is not None]]
+            [
+                type(module).__name__,
+                [place[id(p)] for p in module._parameters.values() if p is not None],
+                sorted({place[id(p)] for p in module.parameters()}),
+                module in recorder.leaves,
+            ]
             for module in recorder.modules
         ],
         "events": recorder.events,

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from launcher.rundir import RunDir, write_json
 from recipes import export
 from recipes.shared.checkpoint.reader import open_checkpoint
-from recipes.shared.leaf_modules import is_mixture, mark_leaf_modules
+from recipes.shared.leaf_modules import mark_leaf_modules
+from recipes.shared.mixtures import is_mixture
 from recipes.shared.model import from_config
 from recipes.shared.pretrained import load_whole
 from tests.plan.asking import planned, refuses

@@ -25,7 +25,7 @@ from recipes.shared.checkpoint.fixed_batch import SAMPLES
 from recipes.shared.data.splits import open_splits
 from recipes.shared.own_code import make_model
 from recipes.shared.own_losses import Own
-from tests.plan.asking import ROOT, planned, refused, refuses
+from tests.plan.asking import ROOT, composed, planned, refused, refuses
 from tests.train.engines import Engines
 from tests.train.running import launch, losses, records
 from tests.train.test_export_job import request as export_request
@@ -188,15 +188,19 @@ def test_losses_of_samples_are_those_of_batches_of_one(model: tuple[str, tuple[s
 
 
 def test_the_size_is_counted_without_storing_anything_where_the_code_allows() -> None:
-    request = {"target": "tabular.Tabular", "source": str(SOURCE), "config": {"width": 16}, "cache": ""}
+    def counted(target: str, **arguments: int) -> Any:
+        model = dataclasses.replace(composed(*EXAMPLE).model, target=target, config=arguments)
+        config = dataclasses.replace(composed(*EXAMPLE), model=model)
+        asked = {"config": dataclasses.asdict(config), "micro_batch_size": 1, "precision": "fp32", "file": None}
+        answer = profile.run_job(asked)
+        assert answer["timeline"] is None and answer["why"]
+        return answer["parameters"]
+
     model = make_model("tabular.Tabular", str(SOURCE), {"width": 16})
-    assert profile.run_job(request) == {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    assert (
-        profile.run_job(request | {"target": "tests.train.own_models.LooksAtValues", "config": {}})["parameters"]
-        is None
-    )
+    assert counted("tabular.Tabular", width=16) == sum(parameter.numel() for parameter in model.parameters())
+    assert counted("tests.train.own_models.LooksAtValues") is None
     with refuses("model.config", "wdith"):
-        profile.run_job(request | {"config": {"wdith": 16}})
+        counted("tabular.Tabular", wdith=16)
 
 
 def test_code_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
