@@ -16,7 +16,7 @@ from launcher.planner.setup import Setup
 
 TOLD_BY = 0.1  # share of a GPU's memory from which on a run tells how much of it goes to fragments
 LEAST = 1e-6  # of the utilisation that is looked for
-HALVINGS = 40
+HALVINGS = 28  # to a millionth; each walks through a step
 
 
 def correction(plan: Plan, result: dict[str, Any], date: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launcher import profiled
+from launcher.cluster.preflight import room_needed
 from launcher.cluster.value import Cluster, Host
 from launcher.plan import build_plan
 from launcher.planner.capacity import CONTEXT_BYTES, FRAGMENTATION, Machine, capacity_of
@@ -86,6 +87,13 @@ def test_what_was_not_measured_is_absent() -> None:
     content = corrected(None)
     assert {"utilisation", "fragmentation", "context_bytes", "disk_bytes_per_s"} & content.keys() == set()
     assert content["version"] == VERSION
+
+
+def test_a_profile_needs_no_room_for_a_checkpoint() -> None:
+    """A full disk is no reason to refuse five steps that save nothing."""
+    assert (
+        room_needed(planned(*ASKED, *HERE, "recipe=profile"), 0)[""] == 0 < room_needed(planned(*ASKED, *HERE), 0)[""]
+    )
 
 
 def test_fragments_are_told_by_a_run_that_used_the_gpu() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from launcher import machine
 from launcher.cluster.value import Cluster, Host
-from launcher.machine import MIB, gpu_bytes, host_bytes, this_machine
+from launcher.machine import MIB, device_name, gpu_bytes, host_bytes, this_machine
 
 CARDS = "0, 81559\n1, 40960\n3, 24564\n"
 
@@ -67,3 +67,27 @@ def test_other_machines_are_not_asked_for(smi: Path) -> None:
     assert (elsewhere.host_bytes, elsewhere.device_bytes) == (None, None)
     assert this_machine(hosts("cuda", (0, 1))).device_bytes == 40_960 * MIB
     assert this_machine(hosts("cpu", (0, 1))).device_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("said", "slots", "expected"),
+    [
+        ("0, Chip A\\n1, Chip A\\n", (0, 1), "Chip A"),
+        ("0, Chip A\\n1, Chip B\\n", (0, 1), None),
+        ("0, Chip A\\n1, Chip B\\n", (1,), "Chip B"),
+        ("no devices\\n", (0,), None),
+    ],
+)
+def test_gpus_have_one_name_or_none(smi: Path, said: str, slots: tuple[int, ...], expected: str | None) -> None:
+    smi.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    assert device_name(hosts("cuda", slots)) == expected
+
+
+def test_the_name_of_a_cpu_says_how_many_ranks_share_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What each of two ranks can do is not what one can."""
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    names = [device_name(hosts("cpu", slots)) for slots in ((0,), (0, 1))]
+    assert names[0] != names[1] and all(name is not None and name.startswith("Some CPU, ") for name in names)
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
+    assert device_name(hosts("cpu", (0,))) is None
