@@ -71,7 +71,7 @@ def test_parameters_that_stay_whole_name_the_thresholds() -> None:
 
 
 def test_a_peak_above_the_plan_with_equal_terms_is_buckets_prefetch_or_activations() -> None:
-    """zero.md: out of memory at the first step, not at load."""
+    """Out of memory at the first step, not at load."""
     text = only(told({}, allocated_bytes=25 * GB, reserved_bytes=25 * GB))
     assert text.startswith("peak: 25.000 GB allocated, 20.000 GB planned (+25%)")
     for word in ("activation=full", "stage3_prefetch_bucket_size", "smaller train.micro_batch_size"):

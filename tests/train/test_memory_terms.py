@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.plan import ModelFacts, Plan, build_plan
+from launcher.planner import surprise
 from launcher.planner.profile import Profile
 from recipes.shared import profile
 from tests.plan.asking import composed
@@ -73,3 +74,18 @@ def test_every_term_is_held_as_planned(engines: Engines, tmp_path: Path, name: s
     memory = plan.estimate.memory
     assert memory is not None and memory.measured
     assert held(engines, plan, tmp_path / "run") == memory.resident
+
+
+def test_memory_shows_which_stage_is_really_in_force(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configured is not running: what a run at stage 0 holds, beside the plan of one at stage 3."""
+    monkeypatch.setattr(surprise, "FLOOR_BYTES", 0)  # the model is tiny
+    running = build_plan(composed(*MODEL, "zero=stage0", ONCE), {})
+    configured = build_plan(composed(*MODEL, "zero=stage3", BUCKET, ONCE), {}).estimate.memory
+    assert configured is not None
+    measured = {"terms": held(engines, running, tmp_path / "run")}
+    texts = surprise.compared(configured, surprise.Setting(3, 2), True, measured)["surprises"]
+    told = {text.partition(":")[0]: text for text in texts}
+    assert "whole where they should be split over 2 ranks, so stage 3 is not in force" in told["weights"]
+    assert "whole where it should be split over 2 ranks, so stage 3 is not in force" in told["moments"]
