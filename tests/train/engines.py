@@ -60,7 +60,7 @@ def unjudged(*overrides: str) -> Plan:
     config = composed(*overrides)
     cluster = resolve(config.cluster)
     batch = solve(config.train, cluster.world_size)
-    nothing = Estimate(None, None, {}, {}, {}, None, None)
+    nothing = Estimate(None, None, {}, {}, {}, None, None, None)
     return Plan(VERSION, config, cluster, batch, ds_config.build(config, cluster, batch), nothing, {}, None)
 
 
