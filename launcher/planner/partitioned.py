@@ -79,11 +79,9 @@ class Partitioned:
         self.ledger.set("gradients", 0)
         if not setup.offload_optimizer:
             self.ledger.spike("norms", NORM_BYTES * self.flat.largest_slice(self.rank))
-        if not setup.offload_optimizer:
-            cast = 0 if setup.accumulated == MASTER_BYTES else MASTER_BYTES * share
             flattened = 0 if self.separate else setup.accumulated * share
-            self.ledger.add("fp32 gradients", flattened)
-            self.ledger.add("fp32 gradients", cast)
+            cast = 0 if setup.accumulated == MASTER_BYTES else MASTER_BYTES * share
+            self.ledger.add("fp32 gradients", flattened + cast)
             self.ledger.set("fp32 gradients", MASTER_BYTES * share)
         self.ledger.set("own gradients", 0)
         if not self.stepped:
@@ -100,11 +98,11 @@ class Partitioned:
     def _buckets(self) -> None:
         """Whole from the first gradient on, two with overlap_comm (setup_buckets)."""
         if self.setup.flag("contiguous_gradients") and not self.ledger.terms.get("reduce buckets"):
-            each = self.accumulated_in_bucket * self.bucket_elements
+            each = self.staged * self.bucket_elements
             self.ledger.set("reduce buckets", each * (2 if self.setup.flag("overlap_comm") else 1))
 
     @property
-    def accumulated_in_bucket(self) -> int:
+    def staged(self) -> int:
         """Bytes of an element of the bucket: stage 1 stages what it adds up, stage 2 the gradients as they come."""
         return self.setup.accumulated if self.setup.stage == 1 else self.setup.weight
 
@@ -118,7 +116,7 @@ class Partitioned:
             if not held:
                 self.ledger.add("gradients", self.setup.weight * size)  # it goes alone, as it is
         elif held:
-            self.ledger.add("gradients", -self.accumulated_in_bucket * size)
+            self.ledger.add("gradients", -self.staged * size)
         self.bucket.append(index)
         self.in_bucket += size
 
@@ -129,8 +127,8 @@ class Partitioned:
         setup, elements = self.setup, self.in_bucket
         if setup.world_size > 1:
             copied = elements if self.flat.slices(self.bucket) > 1 else 0
-            cast = elements if setup.sent != self.accumulated_in_bucket else 0
-            self.ledger.spike("communication", self.accumulated_in_bucket * copied + setup.sent * cast)
+            cast = elements if setup.sent != self.staged else 0
+            self.ledger.spike("communication", self.staged * copied + setup.sent * cast)
         ours = [index for index in self.bucket if self.rank in self.flat.owners(index)]
         if ours and setup.offload_optimizer:
             if setup.stage == 2 and setup.accumulation > 1:
@@ -148,7 +146,7 @@ class Partitioned:
             return 0
         if self.separate and self.setup.stage == 2:
             return self.setup.accumulated * self.flat.share
-        return self.accumulated_in_bucket * self.owned
+        return self.staged * self.owned
 
     # --- gradients that are the parameters' own ----------------------------------------------------------------------
 
