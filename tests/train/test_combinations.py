@@ -64,7 +64,8 @@ def judged() -> dict[Choice, bool]:
     config = composed(*request())
     cluster = resolve(config.cluster)
     batch = solve(config.train, cluster.world_size)
-    names = [sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in GROUPS]
+    files = [sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in GROUPS]
+    names = [[name for name in of if name != "auto"] for of in files]  # which becomes one of the others
     read = {(group, name): fragment(group, name) for group, of in zip(GROUPS, names, strict=True) for name in of}
     result = {}
     for choice in itertools.product(*names):
