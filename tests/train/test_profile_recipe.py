@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 
+from launcher.env import extensions_dir
 from tests.train.running import SMALL, launch, steps
 
 REQUEST = (*SMALL, "zero=stage2", "precision=bf16", "data.max_bytes=300000")
 MEASURED = ("bf16_flops_per_s", "fp32_flops_per_s", "memory_bytes_per_s", "node_bytes_per_s", "pcie_bytes_per_s")
 
 
+def with_cache(folder: Path) -> dict[str, str]:
+    """This environment with a cache of its own, but for DeepSpeed's operators: to compile them takes minutes."""
+    return os.environ | {"XDG_CACHE_HOME": str(folder), "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    return with_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -63,5 +69,5 @@ def test_the_next_plan_here_estimates_the_step_that_was_measured(run: Path, cach
 
 
 def test_another_plan_may_name_the_file(run: Path, tmp_path: Path) -> None:
-    named = plan(os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, f"hardware.file={run}/hardware.json")
+    named = plan(with_cache(tmp_path), f"hardware.file={run}/hardware.json")
     assert named["estimate"]["time"]["step_s"] > 0
