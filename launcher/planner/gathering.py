@@ -256,9 +256,7 @@ class Gathering:
     def _index_uses(self) -> None:
         """Where in the order each parameter is used, and how many elements were passed before."""
         modules = self.profile.modules
-        self.uses = [
-            (index, at) for at, module in enumerate(self.order) for index in sorted(modules[module].parameters)
-        ]
+        self.uses = [(index, at) for at, module in enumerate(self.order) for index in sorted(modules[module].fetched)]
         self.used_at: list[list[int]] = [[] for _ in self.elements]
         self.traversed = [0]
         for at, module in enumerate(self.order):

@@ -13,6 +13,7 @@ import pytest
 from launcher.plan import Plan
 from tests.plan.asking import planned
 from tests.train.engines import Engines, request
+from tests.train.test_memory_peaks import plan_of
 from tests.train.test_parity_families import BODY, GPT2, hf
 
 MODEL = (
@@ -83,3 +84,11 @@ def test_gathers_follow_the_modules_of_each_family(engines: Engines, family: str
     words = ("zero=stage3", "schedule=constant", *hf(FAMILIES[family]), *TIGHT, *MODEL[:2], "cluster.num_procs=2")
     plan = planned(*words, "train.gradient_accumulation_steps=1")
     assert counted(engines, plan) == predicted(plan)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "gpt2"])
+def test_a_measured_pass_gathers_what_its_outline_does(family: str) -> None:
+    """The outline is what DeepSpeed was counted against; of a mixture all that is inside is fetched as one."""
+    words = ("zero=stage3", "schedule=constant", "precision=bf16", *hf(FAMILIES[family]), *TIGHT, *MODEL[:2])
+    words += ("cluster.num_procs=2", "train.gradient_accumulation_steps=1")
+    assert predicted(plan_of(*words)) == predicted(planned(*words))
