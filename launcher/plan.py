@@ -67,11 +67,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What was measured of a model: its parameters, and a pass over a micro-batch, or why there is none."""
+    """What was measured of a model: its parameters, and a pass over a micro-batch."""
 
     parameters: int | None = None
     profile: Profile | None = None
-    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -265,9 +264,9 @@ def _estimate(
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
-    setup = Setup.of(deepspeed, cluster.world_size, config.ema.decay is not None, cluster.accelerator == "cpu")
+    setup = Setup.of(config, deepspeed, cluster)
     profile = facts.profile or outlined(parameters, config)
     predicted = memory_of(setup, profile)
-    movement = movement_of(profile, setup, config, deepspeed, cluster, batch)
+    movement = movement_of(profile, setup, config, batch)
     known_sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
     return Estimate(parameters, *known_sizes, **vars(movement))

@@ -58,8 +58,8 @@ def with_measured(config: RunConfig, origin: dict[str, str]) -> tuple[RunConfig,
         return config, origin
     content = read_json(file)
     label = f"{content['device']}, measured by recipe=profile on {content['date']} with model={content['model']}"
-    numbers = {name: value for name, value in dataclasses.asdict(read(measured)).items() if value is not None}
-    known = dataclasses.replace(section, name=label, **numbers)
+    known = dataclasses.replace(read(measured), name=label, file=None)
+    numbers = [name for name in KNOWN if getattr(known, name) is not None]
     source = dict.fromkeys((f"hardware.{name}" for name in ("name", *numbers)), f"solved: {file}")
     return dataclasses.replace(config, hardware=known), origin | source
 

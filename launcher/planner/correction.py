@@ -64,13 +64,12 @@ def utilisation(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> fl
         return None
     only: dict[str, Any] = {"file": None} | dict.fromkeys(KNOWN) | numbers
     section = dataclasses.replace(plan.config.hardware, **only)
-    averaged, cpu = plan.config.ema.decay is not None, plan.cluster.accelerator == "cpu"
-    setup = Setup.of(plan.deepspeed, plan.world_size, averaged, cpu)
+    setup = Setup.of(plan.config, plan.deepspeed, plan.cluster)
     profile = outlined(plan.estimate.parameters, plan.config)
 
     def planned_s(share: float) -> float | None:
         config = dataclasses.replace(plan.config, hardware=dataclasses.replace(section, utilisation=share))
-        time = movement_of(profile, setup, config, plan.deepspeed, plan.cluster, plan.batch).time
+        time = movement_of(profile, setup, config, plan.batch).time
         return None if time is None else time.step_s
 
     if planned_s(1.0) is None:

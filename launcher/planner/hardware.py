@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,13 @@ CONTEXT, SHARES = "context_bytes", ("fragmentation", "utilisation")
 KNOWN = (*NUMBERS, CONTEXT, *SHARES)
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Bytes, and bytes or operations a second, as `HardwareSection` describes them."""
-
-    memory_bytes: int | None
-    bf16_flops_per_s: float | None
-    fp32_flops_per_s: float | None
-    memory_bytes_per_s: float | None
-    node_bytes_per_s: float | None
-    network_bytes_per_s: float | None
-    pcie_bytes_per_s: float | None
-    host_memory_bytes_per_s: float | None
-    disk_bytes_per_s: float | None
-    context_bytes: int | None
-    fragmentation: float | None
-    utilisation: float | None
-
-
-def read(section: HardwareSection) -> Hardware:
+def read(section: HardwareSection) -> HardwareSection:
     """The options, with the file's numbers before them. Call it on a request in which `problems` finds nothing."""
-    given = Hardware(**{name: getattr(section, name) for name in KNOWN})
     if section.file is None:
-        return given
+        return section
     measured = numbers(json.loads(Path(section.file).read_text(encoding="utf-8")))
     known = {name: value for name, value in measured.items() if value is not None and name in KNOWN}
-    return dataclasses.replace(given, **known)
+    return dataclasses.replace(section, **known)
 
 
 def numbers(content: Any) -> dict[str, Any]:

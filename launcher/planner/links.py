@@ -7,26 +7,16 @@ Must never turn bytes into seconds: `launcher.planner.timing` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from launcher.planner.collectives import NODE, NODES, Move, Step
-from launcher.planner.memory import MOMENT_BYTES, WEIGHT_BYTES
+from launcher.planner.collectives import NODE, NODES, Move
+from launcher.planner.memory import MOMENT_BYTES
+from launcher.planner.setup import MASTER_BYTES, Setup
 
-MASTER_BYTES = 4
 SUMMED_BYTES = 4  # of a gradient that the host's optimizer takes
 
 
-@dataclass(frozen=True)
-class Offload:
-    """Devices (None, cpu or nvme) of the optimizer and of the parameters, and elements of a rank's trained share."""
-
-    optimizer: str | None
-    param: str | None
-    share: int
-
-
-def links(found: Sequence[Move], step: Step, offload: Offload) -> dict[str, int]:
-    """Bytes of one step, those that are 0 left out.
+def links(found: Sequence[Move], setup: Setup, share: int) -> dict[str, int]:
+    """Bytes of one step, those that are 0 left out. `share`: elements of a rank's part of what is trained.
 
     `node`: sent by a rank to others of its host. `network`: sent by a host to others; a ring over all ranks leaves
     and enters each host once, so a host sends what one rank does. `to_host`, `from_host`: over a rank's PCIe.
@@ -35,21 +25,21 @@ def links(found: Sequence[Move], step: Step, offload: Offload) -> dict[str, int]
     node = network = 0
     for move in found:
         if move.scope == NODES:
-            network += move.sent_bytes * step.local
-        elif step.hosts == 1 or move.scope == NODE:
+            network += move.sent_bytes * setup.ranks_per_host
+        elif setup.hosts == 1 or move.scope == NODE:
             node += move.sent_bytes
         else:
             network += move.sent_bytes
-            node += move.sent_bytes if step.local > 1 else 0
+            node += move.sent_bytes if setup.ranks_per_host > 1 else 0
     bytes_of = {"node": node, "network": network}
-    for name, size in _optimizer(step, offload).items():
+    for name, size in _optimizer(setup, share).items():
         bytes_of[name] = bytes_of.get(name, 0) + size
-    for name, size in _parameters(found, step, offload).items():
+    for name, size in _parameters(found, setup, share).items():
         bytes_of[name] = bytes_of.get(name, 0) + size
     return {name: size for name, size in bytes_of.items() if size}
 
 
-def _optimizer(step: Step, offload: Offload) -> dict[str, int]:
+def _optimizer(setup: Setup, share: int) -> dict[str, int]:
     """Gradients to the host, weights back, and with NVMe the whole optimizer state through the host.
 
     Stages 1 and 2 keep the sum of several micro-batches on the host: each brings it back, adds, and sends it again
@@ -57,31 +47,31 @@ def _optimizer(step: Step, offload: Offload) -> dict[str, int]:
     fetches the first one back too (stage3.py, partition_grads). Its optimizer swapper reads and writes masters, moments
     and gradients (partitioned_optimizer_swapper.py).
     """
-    if offload.optimizer is None or step.stage == 0:
+    if setup.offload_optimizer is None or setup.stage == 0:
         return {}
-    weight, several = WEIGHT_BYTES[step.precision], step.micro_batches > 1
+    weight, several = setup.weight, setup.accumulation > 1
     out = back = 0
-    if step.stage == 3:
-        out = back = weight * step.micro_batches
+    if setup.stage == 3:
+        out = back = weight * setup.accumulation
     elif several:
-        out, back = weight * step.micro_batches, weight * (step.micro_batches - 1)
+        out, back = weight * setup.accumulation, weight * (setup.accumulation - 1)
     out += SUMMED_BYTES
-    back += 0 if offload.param else weight
-    moved = {"to_host": out * offload.share, "from_host": back * offload.share}
-    if offload.optimizer == "nvme" and step.stage == 3:
-        state = (MASTER_BYTES + MOMENT_BYTES + SUMMED_BYTES) * offload.share
+    back += 0 if setup.offload_param else weight
+    moved = {"to_host": out * share, "from_host": back * share}
+    if setup.offload_optimizer == "nvme" and setup.stage == 3:
+        state = (MASTER_BYTES + MOMENT_BYTES + SUMMED_BYTES) * share
         moved |= {"disk_read": state, "disk_write": state}
     return moved
 
 
-def _parameters(found: Sequence[Move], step: Step, offload: Offload) -> dict[str, int]:
+def _parameters(found: Sequence[Move], setup: Setup, share: int) -> dict[str, int]:
     """Offloaded parameters: a rank's part goes to the device for every gather; from NVMe it is read each time, and
     written once a step."""
-    if offload.param is None or step.stage != 3:
+    if setup.offload_param is None or setup.stage != 3:
         return {}
     gathered = sum(move.logged_bytes for move in found if move.collective == "all_gather_into_tensor")
-    updated = WEIGHT_BYTES[step.precision] * offload.share
-    moved = {"from_host": gathered, "to_host": 0 if offload.optimizer else updated}
-    if offload.param == "nvme":
+    updated = setup.weight * share
+    moved = {"from_host": gathered, "to_host": 0 if setup.offload_optimizer else updated}
+    if setup.offload_param == "nvme":
         moved |= {"disk_read": gathered, "disk_write": updated}
     return moved

@@ -7,14 +7,11 @@ Must never hold a formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from launcher import ds_config
 from launcher.batch import Batch
-from launcher.cluster.value import Cluster
 from launcher.planner import hardware, shapes
-from launcher.planner.collectives import Move, Step, moves
-from launcher.planner.links import Offload, links
+from launcher.planner.collectives import Move, moves
+from launcher.planner.links import links
 from launcher.planner.outline import outline
 from launcher.planner.profile import Profile
 from launcher.planner.setup import Setup
@@ -33,25 +30,18 @@ class Movement:
     time: StepTime | None
 
 
-def movement_of(
-    profile: Profile, setup: Setup, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
-) -> Movement:
+def movement_of(profile: Profile, setup: Setup, config: RunConfig, batch: Batch) -> Movement:
     """What a model moves and computes."""
-    step = step_of(config, deepspeed, cluster, batch)
-    found = moves(profile, setup, step)
-    offload = Offload(
-        optimizer=ds_config.offload_device(deepspeed, "optimizer"),
-        param=ds_config.offload_device(deepspeed, "param"),
-        share=-(-profile.trained // cluster.world_size),
-    )
-    on_links = links(found, step, offload)
+    found = moves(profile, setup)
+    share = -(-profile.trained // setup.world_size)
+    on_links = links(found, setup, share)
     known = shapes.parameter_shapes(config.model.config) if config.model.target is None else None
     if known is None:
         return Movement(found, on_links, None, None, None)
     samples, length = batch.global_batch_size, config.train.sequence_length
     trained = None if profile.trained >= known.parameters else profile.trained
-    work = work_of(known, samples, length, step.recomputed, trained)
-    time = time_of(work, samples * length, found, on_links, step, offload, hardware.read(config.hardware))
+    work = work_of(known, samples, length, setup.recomputed, trained)
+    time = time_of(work, samples * length, found, on_links, setup, share, hardware.read(config.hardware))
     return Movement(found, on_links, known.active, work.model_flops, time)
 
 
@@ -64,18 +54,3 @@ def outlined(parameters: int, config: RunConfig) -> Profile:
     if peft.kind == "lora" and peft.rank is not None:
         adapter = shapes.adapter_parts(config.model.config, peft.rank, peft.target, peft.modules_to_save)
     return outline(known.parts, bool(known.tied_head), bool(config.activation.checkpointing), adapter or ())
-
-
-def step_of(config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch) -> Step:
-    """What decides a step's collectives."""
-    precision = ds_config.precision(deepspeed)
-    return Step(
-        stage=ds_config.zero_stage(deepspeed),
-        world_size=cluster.world_size,
-        hosts=len(cluster.hosts),
-        precision=precision,
-        micro_batches=batch.gradient_accumulation_steps,
-        recomputed=bool(config.activation.checkpointing),
-        zero=deepspeed.get("zero_optimization", {}),
-        communication=str(deepspeed.get("communication_data_type") or precision).lower(),
-    )

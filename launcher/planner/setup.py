@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher import ds_config
+from launcher.cluster.value import Cluster
 from launcher.ds_schema import lookup
 from launcher.planner.memory import WEIGHT_BYTES
+from launcher.schema import RunConfig
 
 MASTER_BYTES = 4
 NORM_BYTES = 8  # gradient norms are taken in fp64, tensor by tensor (zero/utils.py, get_norm_dtype)
@@ -28,6 +30,10 @@ class Setup:
 
     stage: int
     world_size: int
+    hosts: int
+    """Each with equally many ranks."""
+    recomputed: bool
+    """Whether the forward of every layer runs again in its backward."""
     weight: int
     accumulated: int
     """Of gradients where they are accumulated."""
@@ -48,8 +54,8 @@ class Setup:
     zero: dict[str, Any]
 
     @staticmethod
-    def of(deepspeed: dict[str, Any], world_size: int, averaged: bool, cpu: bool) -> Setup:
-        """What the dict that the engine gets comes to."""
+    def of(config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster) -> Setup:
+        """What a request and the dict that the engine gets come to."""
         precision, accumulated = ds_config.precision(deepspeed), ds_config.accumulation(deepspeed)
         named = str(deepspeed.get("communication_data_type") or "").lower()
         optimizer = deepspeed.get("optimizer", {})
@@ -63,19 +69,26 @@ class Setup:
         plain = kind in ("adam", "adamw") and params.get("torch_adam")
         return Setup(
             stage=ds_config.zero_stage(deepspeed),
-            world_size=world_size,
+            world_size=cluster.world_size,
+            hosts=len(cluster.hosts),
+            recomputed=bool(config.activation.checkpointing),
             weight=WEIGHT_BYTES[precision],
             accumulated=WEIGHT_BYTES[accumulated],
             sent=WEIGHT_BYTES.get(named, WEIGHT_BYTES[precision]),
             accumulation=int(deepspeed.get("gradient_accumulation_steps", 1)),
             state=state,
             step_temporary=TORCH_STEP_BYTES if plain else 0,
-            average=MASTER_BYTES if averaged else 0,
+            average=MASTER_BYTES if config.ema.decay is not None else 0,
             offload_optimizer=offload,
             offload_param=ds_config.offload_device(deepspeed, "param"),
-            one_memory=cpu,
+            one_memory=cluster.accelerator == "cpu",
             zero=dict(deepspeed.get("zero_optimization", {})),
         )
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of a host."""
+        return self.world_size // self.hosts
 
     def number(self, name: str) -> int:
         """Value of a key of zero_optimization, given or DeepSpeed's default."""

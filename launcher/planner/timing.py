@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.planner.collectives import NODE, NODES, Move, Step
-from launcher.planner.hardware import Hardware
-from launcher.planner.links import Offload
+from launcher.planner.collectives import NODE, NODES, Move
 from launcher.planner.parts import Shapes
+from launcher.planner.setup import MASTER_BYTES, Setup
+from launcher.schema import HardwareSection
 
 # Share of its dense peak that a device reaches while it computes a transformer, where none was measured. Megatron-LM
 # reports 44 to 52 % of an A100 for models of 1.7 to 1,000 billion parameters, communication included (Narayanan et al.,
@@ -76,21 +76,22 @@ def work_of(shapes: Shapes, samples: int, length: int, recomputed: bool, trained
 
 
 def time_of(
-    work: Work, tokens: int, moves: Sequence[Move], links: dict[str, int], step: Step, offload: Offload, on: Hardware
+    work: Work, tokens: int, moves: Sequence[Move], links: dict[str, int], setup: Setup, share: int, on: HardwareSection
 ) -> StepTime | None:
-    """The estimate, or None where a speed that it needs is not known."""
-    peak = on.fp32_flops_per_s if step.precision == "fp32" else on.bf16_flops_per_s
+    """The estimate, or None where a speed that it needs is not known. `share`: as in `links.links`."""
+    peak = on.fp32_flops_per_s if setup.weight == MASTER_BYTES else on.bf16_flops_per_s
     if peak is None:
         return None
-    compute = (work.model_flops + work.recomputed_flops) / step.world_size / (peak * (on.utilisation or UTILISATION))
-    exposed = _exposed(moves, step, on, work, compute)
+    compute = (work.model_flops + work.recomputed_flops) / setup.world_size / (peak * (on.utilisation or UTILISATION))
+    exposed = _exposed(moves, setup, on, work, compute)
     pcie = _seconds(max(links.get("to_host", 0), links.get("from_host", 0)), on.pcie_bytes_per_s)
-    disk = _seconds(step.local * (links.get("disk_read", 0) + links.get("disk_write", 0)), on.disk_bytes_per_s)
-    whole = offload.share * step.world_size if step.stage == 0 else offload.share
-    if offload.optimizer is None:
+    swapped = links.get("disk_read", 0) + links.get("disk_write", 0)
+    disk = _seconds(setup.ranks_per_host * swapped, on.disk_bytes_per_s)
+    whole = share * setup.world_size if setup.stage == 0 else share
+    if setup.offload_optimizer is None:
         optimizer = _seconds(ADAM_BYTES * whole, on.memory_bytes_per_s)
     else:
-        optimizer = _seconds(ADAM_BYTES * whole * step.local, on.host_memory_bytes_per_s)
+        optimizer = _seconds(ADAM_BYTES * whole * setup.ranks_per_host, on.host_memory_bytes_per_s)
     if exposed is None or pcie is None or disk is None or optimizer is None:
         return None
     parts = {"compute": compute, **exposed, "pcie": pcie, "optimizer": optimizer, "disk": disk}
@@ -99,22 +100,24 @@ def time_of(
         **{f"{name}_s": seconds for name, seconds in parts.items()},
         step_s=total,
         tokens_per_s=tokens / total,
-        mfu=work.model_flops / step.world_size / (peak * total),
+        mfu=work.model_flops / setup.world_size / (peak * total),
         bound=max(parts, key=lambda name: parts[name]),
     )
 
 
-def _exposed(moves: Sequence[Move], step: Step, on: Hardware, work: Work, compute_s: float) -> dict[str, float] | None:
+def _exposed(
+    moves: Sequence[Move], setup: Setup, on: HardwareSection, work: Work, compute_s: float
+) -> dict[str, float] | None:
     """Seconds of collectives that computation does not hide, {node, network}.
 
     Gathers before use and, with overlap_comm (on by itself at stage 3 alone), reductions run beside their phase's
     computation; below stage 2 only the last micro-batch's. What follows the optimizer is not hidden.
     """
     forward = work.model_flops / 3 / (work.model_flops + work.recomputed_flops) if work.model_flops else 0.0
-    overlapped = bool(step.zero.get("overlap_comm", step.stage == 3)) and step.stage > 0
+    overlapped = setup.flag("overlap_comm") and setup.stage > 0
     beside = {"forward": compute_s * forward, "backward": compute_s * (1 - forward), "update": 0.0}
-    if step.stage == 1:
-        beside["backward"] /= step.micro_batches
+    if setup.stage == 1:
+        beside["backward"] /= setup.accumulation
     if not overlapped:
         beside["backward"] = 0.0
     found = {"node": 0.0, "network": 0.0}
@@ -122,7 +125,7 @@ def _exposed(moves: Sequence[Move], step: Step, on: Hardware, work: Work, comput
         took = {"node": 0.0, "network": 0.0}
         for move in moves:
             if move.phase == phase:
-                link, seconds = _slowest(move, step, on)
+                link, seconds = _slowest(move, setup, on)
                 if seconds is None:
                     return None
                 took[link] += seconds
@@ -132,13 +135,13 @@ def _exposed(moves: Sequence[Move], step: Step, on: Hardware, work: Work, comput
     return found
 
 
-def _slowest(move: Move, step: Step, on: Hardware) -> tuple[str, float | None]:
+def _slowest(move: Move, setup: Setup, on: HardwareSection) -> tuple[str, float | None]:
     """The link on which a collective takes longest, and how long. A ring leaves each host once."""
-    if move.scope == NODE or step.hosts == 1:
+    if move.scope == NODE or setup.hosts == 1:
         return "node", _seconds(move.sent_bytes, on.node_bytes_per_s)
-    leaving = move.sent_bytes * (step.local if move.scope == NODES else 1)
+    leaving = move.sent_bytes * (setup.ranks_per_host if move.scope == NODES else 1)
     network = _seconds(leaving, on.network_bytes_per_s)
-    if move.scope == NODES or step.local == 1 or network is None:
+    if move.scope == NODES or setup.ranks_per_host == 1 or network is None:
         return "network", network
     node = _seconds(move.sent_bytes, on.node_bytes_per_s)
     return ("node", node) if node is None or node > network else ("network", network)
