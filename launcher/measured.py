@@ -40,17 +40,24 @@ def profiles(measure: bool) -> Profiles:
             return kept[file]
         answer = read_json(file) if file is not None else None
         if answer is None and measure:
-            whole = {"config": dataclasses.asdict(config), "file": None if file is None else str(file)}
-            answer = run.ask_worker("profile", request | whole)
+            answer = run.ask_worker("profile", profile_request(config, micro_batch_size, precision, file))
         if answer is None:
             return ModelFacts()
         profile = None if answer["timeline"] is None else Profile.from_json(answer["timeline"])
-        facts = ModelFacts(answer["parameters"], profile, answer["why"])
+        facts = ModelFacts(answer["parameters"], profile)
         if file is not None:
             kept[file] = facts
         return facts
 
     return known
+
+
+def profile_request(config: RunConfig, micro_batch_size: int, precision: str, file: Path | None) -> dict[str, Any]:
+    """What the profile job is asked; `file`: where it keeps its answer."""
+    return {
+        **{"config": dataclasses.asdict(config), "micro_batch_size": micro_batch_size, "precision": precision},
+        **{"keeps_inputs": keeps_inputs(config), "file": None if file is None else str(file)},
+    }
 
 
 def _deciding(config: RunConfig) -> dict[str, Any]:
@@ -64,7 +71,7 @@ def _deciding(config: RunConfig) -> dict[str, Any]:
         "checkpointing": config.activation.checkpointing,
         "peft": peft,
         "frozen": config.parameters.frozen,
-        "layers": _layers(config),
+        "layers": keeps_inputs(config),
         "data": [config.data.get("kind") == "chat", bool(config.data.get("packing"))],
     }
 
@@ -75,7 +82,7 @@ def _versions() -> dict[str, str | None]:
     return {name: version for name, version in installed_versions().items() if name in DECIDING}
 
 
-def _layers(config: RunConfig) -> bool:
+def keeps_inputs(config: RunConfig) -> bool:
     """Whether DeepSpeed's own linear layers keep more than torch's: at stage 3, of frozen ones, unless told not to."""
     zero = config.deepspeed.get("zero_optimization", {})
     partly = config.peft.kind != "none" or bool(config.parameters.frozen)

@@ -23,7 +23,8 @@ LONGEST_LINE = 200
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
     """{"parameters": n, "timeline": what `timeline.record` gives, or null, "why": of null} of one micro-batch.
 
-    request: config (a RunConfig's fields), micro_batch_size, precision, file (where to keep the answer, or null).
+    request: config (a RunConfig's fields), micro_batch_size, precision, keeps_inputs (whether linear layers keep their
+    inputs as DeepSpeed's own do at stage 3), file (where to keep the answer, or null).
     Raises UserError where no model can be built.
     """
     config: RunConfig = from_dict(RunConfig, request["config"])
@@ -33,7 +34,7 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     model = build(config)
     answer: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "timeline": None, "why": None}
     try:
-        answer["timeline"] = _timeline(config, model, request["micro_batch_size"], request["precision"])
+        answer["timeline"] = _timeline(config, model, request)
     except UserError:
         raise
     except Exception as error:  # a family's own code may look at values, which meta tensors lack
@@ -68,7 +69,7 @@ def build(config: RunConfig) -> Any:
     return model.train()
 
 
-def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: str) -> dict[str, Any]:
+def _timeline(config: RunConfig, model: Any, request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from recipes.shared.hf_config import DTYPES
@@ -80,20 +81,13 @@ def _timeline(config: RunConfig, model: Any, micro_batch_size: int, precision: s
     names = ["input_ids", "labels"]
     if chat:
         names.append("position_ids" if config.data.get("packing") else "attention_mask")
-    shape = (micro_batch_size, length)
-    kernels = linear_of_stage3() if keeps_inputs(config) else contextlib.nullcontext()
+    shape = (request["micro_batch_size"], length)
+    kernels = linear_of_stage3() if request["keeps_inputs"] else contextlib.nullcontext()
     batch = {name: torch.zeros(shape, dtype=torch.long, device="meta") for name in names}
     for parameter in model.parameters():  # DeepSpeed casts no buffer (engine.py, _cast_module_mixed_precision)
-        parameter.data = parameter.data.to(DTYPES[precision])
+        parameter.data = parameter.data.to(DTYPES[request["precision"]])
     with kernels:
         return record(model, batch, full=not chat, leaves=config.model.leaf_modules)
-
-
-def keeps_inputs(config: RunConfig) -> bool:
-    """Whether layers run as stage 3 runs them, which matters where some are frozen: their inputs are kept as well."""
-    zero = config.deepspeed.get("zero_optimization", {})
-    partly = config.peft.kind != "none" or bool(config.parameters.frozen)
-    return partly and zero.get("stage") == 3 and zero.get("memory_efficient_linear", True)
 
 
 def count_own(config: RunConfig) -> int | None:

@@ -21,15 +21,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from launcher.plan import Plan
+from launcher.planner.prediction import MOMENTS
 from recipes.shared import distributed
 from recipes.shared.engine import build_engine
 from recipes.shared.losses import CausalLM
 from recipes.shared.model import build_model
+from recipes.shared.moments import Moments
 
 COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 LET_GO_S = 0.2  # at most
 MARK = "moment: "
-MOMENTS = ("init", "forward", "backward", "step")
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
@@ -38,16 +39,16 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     ranks = distributed.initialise(plan)
     recorder = CpuRecorder() if ranks.device.type == "cpu" else CudaRecorder(ranks.device)
     with recorder:
-        with recorder.moment("init"):
+        with recorder.at("init"):
             engine = build_engine(plan, build_model(plan, ranks))
         objective = CausalLM()
         for batch in _batches(plan, ranks, case["steps"]):
-            with recorder.moment("forward"):
+            with recorder.at("forward"):
                 loss = objective.loss(engine, batch)
-            with recorder.moment("backward"):
+            with recorder.at("backward"):
                 engine.backward(loss)
             del loss
-            with recorder.moment("step"):
+            with recorder.at("step"):
                 engine.step()
     return recorder.found()
 
@@ -75,7 +76,7 @@ class CpuRecorder:
         self.profiler.__exit__(*error)
 
     @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
+    def at(self, name: str) -> Iterator[None]:
         """What is allocated in it counts for `name`."""
         with record_function(MARK + name):
             yield
@@ -138,27 +139,15 @@ def _count_all_threads() -> None:
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
-class CudaRecorder:
-    """The counters of torch's CUDA allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.peaks, self.reserved = device, dict.fromkeys(MOMENTS, 0), 0
+class CudaRecorder(Moments):
+    """The counters of torch's CUDA allocator, as recipe=profile reads them."""
 
     def __enter__(self) -> CudaRecorder:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.resident = torch.cuda.memory_allocated(self.device)
-        self.reserved = torch.cuda.max_memory_reserved(self.device)
-
-    @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
-        """What is allocated in it counts for `name`."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        yield
-        torch.cuda.synchronize(self.device)
-        self.peaks[name] = max(self.peaks[name], torch.cuda.max_memory_allocated(self.device))
+        self.resident = int(torch.cuda.memory_allocated(self.device))
 
     def found(self) -> dict[str, Any]:
         """Peaks of every moment over all steps, what was left, and what was taken from the device."""
-        return {"peaks": self.peaks, "resident": self.resident, "reserved": self.reserved}
+        return {"peaks": self.peaks, "resident": self.resident, "reserved": self.highest()["reserved_bytes"]}

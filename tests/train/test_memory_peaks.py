@@ -6,11 +6,11 @@ Must never compare with a figure that the planner made.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
+from launcher.measured import profile_request
 from launcher.plan import ModelFacts, Plan, build_plan
 from launcher.planner import profile as events
 from launcher.planner.profile import Profile
@@ -58,8 +58,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def measured_facts(config: RunConfig, micro_batch_size: int, precision: str) -> ModelFacts:
     """What the profile job finds, without a process of its own."""
-    asked = {"config": dataclasses.asdict(config), "micro_batch_size": micro_batch_size}
-    answer = run_job(asked | {"precision": precision, "file": None})
+    answer = run_job(profile_request(config, micro_batch_size, precision, None))
     assert answer["timeline"] is not None, answer["why"]
     return ModelFacts(answer["parameters"], Profile.from_json(answer["timeline"]))
 

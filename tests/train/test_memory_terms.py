@@ -6,20 +6,17 @@ Must never take a planned figure from the code that measures.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.plan import ModelFacts, Plan, build_plan
+from launcher.plan import Plan, build_plan
 from launcher.planner import surprise
-from launcher.planner.profile import Profile
-from recipes.shared import profile
 from tests.plan.asking import composed
 from tests.train.engines import Engines
+from tests.train.test_memory_peaks import plan_of
 
 MODEL = (
     *("model.config.hidden_size=48", "model.config.intermediate_size=72", "model.config.num_hidden_layers=2"),
@@ -51,15 +48,6 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@functools.cache
-def profiled(*overrides: str) -> ModelFacts:
-    """What the launcher's job measures of a request's model, in this process."""
-    config = composed(*overrides)
-    asked = {"config": dataclasses.asdict(config), "micro_batch_size": 2, "file": None}
-    answer = profile.run_job(asked | {"precision": "bf16" if "precision=bf16" in overrides else "fp32"})
-    return ModelFacts(answer["parameters"], Profile.from_json(answer["timeline"]))
-
-
 def held(engines: Engines, plan: Plan, run: Path) -> dict[str, Any]:
     """The terms that rank 0 held at the end of a run of `plan`."""
     engines.run_recipe(plan, run)
@@ -69,8 +57,7 @@ def held(engines: Engines, plan: Plan, run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_term_is_held_as_planned(engines: Engines, tmp_path: Path, name: str) -> None:
     words = CASES[name]
-    facts = profiled(*MODEL, *(word for word in words if word.startswith(("precision", "peft"))))
-    plan = build_plan(composed(*MODEL, *words), {}, lambda *asked: facts)
+    plan = plan_of(*MODEL, *words)
     memory = plan.estimate.memory
     assert memory is not None and memory.measured
     assert held(engines, plan, tmp_path / "run") == memory.resident

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from launcher.measured import profile_request
 from launcher.rundir import RunDir, write_json
 from recipes import check_export, custom, export
 from recipes.shared import profile
@@ -191,8 +192,7 @@ def test_the_size_is_counted_without_storing_anything_where_the_code_allows() ->
     def counted(target: str, **arguments: int) -> Any:
         model = dataclasses.replace(composed(*EXAMPLE).model, target=target, config=arguments)
         config = dataclasses.replace(composed(*EXAMPLE), model=model)
-        asked = {"config": dataclasses.asdict(config), "micro_batch_size": 1, "precision": "fp32", "file": None}
-        answer = profile.run_job(asked)
+        answer = profile.run_job(profile_request(config, 1, "fp32", None))
         assert answer["timeline"] is None and answer["why"]
         return answer["parameters"]
 
