@@ -71,6 +71,9 @@ def test_a_batch_job_goes_on_after_it_was_requeued(environment: dict[str, str], 
     output = Path(f"{run}.slurm-{job}.log")
     wait_until(lambda: (run / "summary.json").exists())
     now = ["scontrol", "update", f"JobId={job}", "StartTime=now"]  # Slurm lets a requeued job wait two minutes
+    state = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
+    wait_until(lambda: subprocess.check_output(state, env=environment, text=True).strip() == "PENDING")
+    time.sleep(3)  # slurmd refuses a job whose start has the second in which it was killed
 
     def started_again() -> bool:
         subprocess.run(now, env=environment, capture_output=True, check=False)
