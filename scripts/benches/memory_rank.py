@@ -30,6 +30,8 @@ from recipes.shared.moments import Moments
 
 COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 LET_GO_S = 0.2  # at most
+SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
+COPY_GONE_S = 0.005  # gloo scatters a copy of its own, which its thread lets go a moment after the call is over
 MARK = "moment: "
 
 
@@ -67,7 +69,8 @@ class CpuRecorder:
     def __enter__(self) -> CpuRecorder:
         _count_all_threads()
         for name in COLLECTIVES:
-            setattr(dist.ProcessGroup, name, _over(getattr(dist.ProcessGroup, name)))
+            least_s = COPY_GONE_S if name in SCATTERS else 0.0
+            setattr(dist.ProcessGroup, name, _over(getattr(dist.ProcessGroup, name), least_s))
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.__enter__()
         return self
@@ -102,8 +105,11 @@ class CpuRecorder:
         return {"peaks": peaks, "resident": sorted(totals)[-1][1]}
 
 
-def _over(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, over when it returns: gloo's thread may hold its tensors a while longer, or may not."""
+def _over(collective: Callable[..., Any], least_s: float) -> Callable[..., Any]:
+    """The collective, over when it returns: gloo's thread may hold its tensors a while longer, or may not.
+
+    `least_s`: how long to wait for what nobody can see.
+    """
 
     def call(*arguments: Any, **named: Any) -> _Done:
         storages = [leaf.untyped_storage() for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
@@ -112,6 +118,7 @@ def _over(collective: Callable[..., Any]) -> Callable[..., Any]:
         until = time.monotonic() + LET_GO_S
         while _holders(storages) > held and time.monotonic() < until:
             time.sleep(0.0002)
+        time.sleep(least_s)
         return _Done()
 
     return call
