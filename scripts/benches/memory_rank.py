@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from launcher.plan import Plan
 from launcher.planner.prediction import MOMENTS
@@ -29,9 +28,8 @@ from recipes.shared.model import build_model
 from recipes.shared.moments import Moments
 
 COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
-LET_GO_S = 0.2  # at most
-SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
-COPY_GONE_S = 0.005  # gloo scatters a copy of its own, which its thread lets go a moment after the call is over
+GLOO_THREADS = "pt_gloo_runloop"  # as torch names them
+LET_GO_S = 2.0  # at most
 MARK = "moment: "
 
 
@@ -69,8 +67,7 @@ class CpuRecorder:
     def __enter__(self) -> CpuRecorder:
         _count_all_threads()
         for name in COLLECTIVES:
-            least_s = COPY_GONE_S if name in SCATTERS else 0.0
-            setattr(dist.ProcessGroup, name, _over(getattr(dist.ProcessGroup, name), least_s))
+            setattr(dist.ProcessGroup, name, _over(getattr(dist.ProcessGroup, name)))
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.__enter__()
         return self
@@ -105,20 +102,18 @@ class CpuRecorder:
         return {"peaks": peaks, "resident": sorted(totals)[-1][1]}
 
 
-def _over(collective: Callable[..., Any], least_s: float) -> Callable[..., Any]:
-    """The collective, over when it returns: gloo's thread may hold its tensors a while longer, or may not.
+def _over(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, over when gloo's threads wait for the next one.
 
-    `least_s`: how long to wait for what nobody can see.
+    A thread lets go of its tensors, a copy of its own among them, a moment after it said that it is done: they would be
+    counted or not as the machine is busy.
     """
 
     def call(*arguments: Any, **named: Any) -> _Done:
-        storages = [leaf.untyped_storage() for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        held = _holders(storages)
         collective(*arguments, **named).wait()
         until = time.monotonic() + LET_GO_S
-        while _holders(storages) > held and time.monotonic() < until:
+        while time.monotonic() < until and not (_at_rest() and _at_rest()):
             time.sleep(0.0002)
-        time.sleep(least_s)
         return _Done()
 
     return call
@@ -136,8 +131,13 @@ class _Done:
         return True
 
 
-def _holders(storages: list[torch.UntypedStorage]) -> int:
-    return sum(torch._C._storage_Use_Count(storage._cdata) for storage in storages)
+def _at_rest() -> bool:
+    """Whether each of gloo's threads sleeps (state S of proc_pid_stat(5)); one that only lost its core does not."""
+    for task in Path("/proc/self/task").iterdir():
+        name, _, rest = (task / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(")")
+        if name == GLOO_THREADS and rest.split()[0] != "S":
+            return False
+    return True
 
 
 def _count_all_threads() -> None:
