@@ -21,7 +21,7 @@ from launcher.rundir import read_json
 from launcher.schema import RunConfig
 
 Profiles = Callable[[RunConfig, int, str], ModelFacts]
-VERSION = 3  # of what a profile holds
+VERSION = 4  # of what a profile holds
 DECIDING = ("torch", "transformers", "peft")
 
 
@@ -44,7 +44,7 @@ def profiles(measure: bool) -> Profiles:
         if answer is None:
             return ModelFacts()
         profile = None if answer["timeline"] is None else Profile.from_json(answer["timeline"])
-        facts = ModelFacts(answer["parameters"], profile)
+        facts = ModelFacts(answer["parameters"], profile, answer["why"])
         if file is not None:
             kept[file] = facts
         return facts

@@ -63,6 +63,8 @@ class Estimate:
     """Model FLOPs of one optimizer step over all ranks, recomputation left out."""
     time: StepTime | None = None
     """Estimated time of one optimizer step; null where hardware=... does not say how fast everything is."""
+    not_measured: str | None = None
+    """Why activations could not be measured; null where they were, or where nobody tried."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class ModelFacts:
 
     parameters: int | None = None
     profile: Profile | None = None
+    why: str | None = None
+    """Why a pass was not possible; null where it was, or where nobody tried."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def _estimate(
     known = shapes.count_parameters(config.model.config) if config.model.target is None else None
     parameters = known or facts.parameters
     if parameters is None:
-        return Estimate(None, None, {}, {}, {}, None, None, None)
+        return Estimate(None, None, {}, {}, {}, None, None, None, not_measured=facts.why)
     stage, precision = ds_config.zero_stage(deepspeed), ds_config.precision(deepspeed)
     peft, trained, frozen = config.peft, parameters, 0
     if peft.kind == "lora" and peft.rank is not None:
@@ -269,4 +273,4 @@ def _estimate(
     predicted = memory_of(setup, profile)
     movement = movement_of(profile, setup, config, batch)
     known_sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
-    return Estimate(parameters, *known_sizes, **vars(movement))
+    return Estimate(parameters, *known_sizes, **vars(movement), not_measured=facts.why)

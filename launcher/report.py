@@ -66,6 +66,8 @@ def left_out(plan: Plan) -> list[str]:
     """What no figure of the plan holds."""
     memory = plan.estimate.memory
     lines = [] if memory is not None and memory.measured else list(NOT_MEASURED)
+    if plan.estimate.not_measured is not None:
+        lines[0] += f", which could not be measured: {' '.join(plan.estimate.not_measured.split())}"
     return lines + ([ON_CUDA] if plan.cluster.accelerator == "cuda" else []) + list(NEVER)
 
 

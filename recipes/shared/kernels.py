@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 UNFUSED = 0  # torch's number of the plain implementation (SDPBackend.MATH)
+ROWS = 2  # dimensions of tokens by size, as experts take them
 
 
 class _Fused(torch.autograd.Function):
@@ -32,6 +33,25 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows [tokens, in] by the matrix of their expert [experts, in, out]: the inputs are kept, the output is new."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, matrices, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.empty_like(rows) if wanted[0] else None,
+            torch.empty_like(matrices) if wanted[1] else None,
+            None,
+        )
 
 
 class _Stage3Linear(torch.autograd.Function):
@@ -88,6 +108,28 @@ def attention_without_values() -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
+def experts_of_any_type() -> Iterator[None]:
+    """Within it `grouped_mm` takes meta tensors of every type, as devices do; torch's own takes bfloat16 alone."""
+    original = functional.grouped_mm
+
+    def grouped(rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor | None = None, **named: Any) -> Any:
+        if (
+            rows.dtype is torch.bfloat16
+            or offs is None
+            or rows.dim() != ROWS
+            or any(v is not None for v in named.values())
+        ):
+            return original(rows, matrices, offs=offs, **named)
+        return _Grouped.apply(rows, matrices, offs)
+
+    functional.grouped_mm = grouped
+    try:
+        yield
+    finally:
+        functional.grouped_mm = original
 
 
 def _choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> int:

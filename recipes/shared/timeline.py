@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.shared.kernels import attention_without_values
+from recipes.shared.kernels import attention_without_values, experts_of_any_type
 from recipes.shared.mixtures import is_mixture, names_of
 
 # What happens, as launcher.planner.profile numbers it: a module's forward begins and ends, its backward begins and
@@ -112,6 +112,7 @@ class Recorder:
         def hook(parameter: torch.Tensor) -> None:
             self.note(GRADIENT, index)
             parameter.grad = None
+            self.alive.highest_since()  # what is alive next is alive without it
 
         return hook
 
@@ -128,7 +129,7 @@ def record(
     """
     alive = Alive(itertools.chain(model.parameters(), model.buffers(), batch.values()), full)
     recorder = Recorder(model, alive, set(leaves))
-    with attention_without_values(), alive:
+    with attention_without_values(), experts_of_any_type(), alive:
         loss = model(**batch).loss
         recorder.note(LOSS)
         loss.backward()

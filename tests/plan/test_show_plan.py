@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from launcher import planning
+from launcher.plan import ModelFacts, build_plan
 from launcher.planner.candidates import ORDER
 from launcher.planner.capacity import Capacity, Machine, capacity_of
 from launcher.planning import Prospect
-from launcher.report import report
+from launcher.report import left_out, report
 from launcher.rundir import RunDir
 from launcher.show_plan import show
 from tests.plan import goldens
@@ -105,6 +106,14 @@ def test_what_no_figure_holds_is_listed() -> None:
     """deepspeedai/DeepSpeed#4527."""
     unknown = "; ".join(figures(CARD)["not_included"])
     assert "activations" in unknown and "fetched ahead" in unknown and "torch" in unknown
+
+
+def test_why_activations_are_not_known_is_said() -> None:
+    """A model whose code looks at values cannot run without them."""
+    plan = build_plan(composed(CARD), {}, lambda *asked: ModelFacts(None, None, "RuntimeError: no\nvalues"))
+    [line] = [text for text in left_out(plan) if "activations" in text]
+    assert line.endswith("could not be measured: RuntimeError: no values")
+    assert not [text for text in left_out(planned(CARD)) if "could not" in text]
 
 
 def test_checkpoints_are_counted_with_those_that_are_kept(two_hosts: tuple[str, ...], capsys: Any) -> None:

@@ -31,6 +31,12 @@ LLAMA = (
     *("model.config.intermediate_size=384", "model.config.num_hidden_layers=3", "model.config.num_attention_heads=4"),
     *("model.config.num_key_value_heads=2",),
 )
+MIXTURE = (
+    *("model=hf", "model.config.model_type=mixtral", "model.config.vocab_size=512", "model.config.hidden_size=128"),
+    *("model.config.intermediate_size=384", "model.config.num_hidden_layers=3", "model.config.num_attention_heads=4"),
+    *("model.config.num_key_value_heads=2", "model.config.num_local_experts=4", "train.sequence_length=64"),
+    *("train.micro_batch_size=4", "train.gradient_accumulation_steps=1", "cluster.num_procs=2"),
+)
 CASES: dict[str, tuple[str, ...]] = {
     "stage 0": ("zero=stage0",),
     "stage 0, several micro-batches": ("zero=stage0", "train.gradient_accumulation_steps=3"),
@@ -52,6 +58,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "stage 3, three ranks": ("zero=stage3", BUCKET, "cluster.num_procs=3"),
     "an adapter": ("zero=stage2", BUCKET, "peft=lora", "peft.rank=4", "peft.target=[q_proj,v_proj]"),
     "an adapter at stage 3": ("zero=stage3", BUCKET, "peft=lora", "peft.rank=4", "peft.target=[q_proj,v_proj]"),
+    "a mixture": ("zero=stage2", BUCKET),
+    "a mixture at stage 3": ("zero=stage3", BUCKET),
     "frozen parts": ("zero=stage2", BUCKET, "parameters.frozen=['*embed_tokens*']"),
 }
 
@@ -69,7 +77,7 @@ def plan_of(*overrides: str) -> Plan:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_planned_peak_is_the_allocated_one(engines: Engines, name: str) -> None:
-    plan = plan_of(*request(*CASES[name], base=LLAMA))
+    plan = plan_of(*request(*CASES[name], base=MIXTURE if "mixture" in name else LLAMA))
     assert plan.estimate.memory is not None and plan.estimate.memory.measured
     found: dict[str, Any] = engines.call("tests.train.memory_ranks:peak", plan.world_size, plan=plan.to_json())
     assert "error" not in found, found["error"] + found["log"]
@@ -98,8 +106,9 @@ def test_twice_the_samples_keep_twice_the_activations(checkpointing: str) -> Non
     assert two == pytest.approx(2 * one, rel=0.05)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("family", ["mixtral", "t5", "qwen3", "gemma2", "falcon"])
-def test_families_that_transformers_builds_are_measured(family: str) -> None:
+def test_families_that_transformers_builds_are_measured(family: str, precision: str) -> None:
     body = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     body |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     if family == "t5":
@@ -109,5 +118,5 @@ def test_families_that_transformers_builds_are_measured(family: str) -> None:
         del body["head_dim"]
     words = [f"model.config.{name}={value}" for name, value in body.items()]
     config = composed("model=hf", f"model.config.model_type={family}", *words, "train.sequence_length=16")
-    facts = measured_facts(config, 2, "bf16")
+    facts = measured_facts(config, 2, precision)
     assert facts.profile is not None and max(event.highest_bytes for event in facts.profile.events) > 0
