@@ -32,9 +32,10 @@ from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Pr
 from launcher.explain import explain
 from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
-from launcher.plan import build_plan, read_plan
+from launcher.plan import build_plan
 from launcher.planner.choose import Chosen
 from launcher.profiled import with_measured
+from launcher.recorded import recorded_plan
 from launcher.report import report
 from launcher.resume import changed_layout, changed_options, rebatched
 from launcher.rundir import RunDir, load_run
@@ -201,16 +202,16 @@ def _exported(cfg: DictConfig, overrides: list[str], ask: run.Ask | None) -> run
     if old is None and typed.run.dir is not None:
         fix = "leave one of the two out"
         raise UserError(Problem("export.source", str(cfg.export.source), "run.dir names a checkpoint too", fix))
-    config = typed if old is None else _export_of(typed, overrides, old)
+    trained = None if old is None else recorded_plan(old)
+    config = typed if trained is None else _export_of(typed, overrides, trained.config)
     if typed.mode == "plan":
         return export.plan(config, old)
     with contextlib.nullcontext(ask) if ask is not None else run.worker("export") as job:
-        return export.export(config, old, job)
+        return export.export(config, old, trained, job)
 
 
-def _export_of(typed: RunConfig, overrides: list[str], old: RunDir) -> RunConfig:
-    """What run `old` was asked, with the options of export that this command line names, and its mode."""
-    stored = read_plan(old.plan).config
+def _export_of(typed: RunConfig, overrides: list[str], stored: RunConfig) -> RunConfig:
+    """What a run was asked, with the options of export that this command line names, and its mode."""
     named = {path.removeprefix("export.") for path, _ in compose.typed_paths(overrides) if path.startswith("export.")}
     section = dataclasses.replace(stored.export, **{name: getattr(typed.export, name) for name in named})
     return dataclasses.replace(stored, export=section, mode=typed.mode, plan=typed.plan)
@@ -218,7 +219,7 @@ def _export_of(typed: RunConfig, overrides: list[str], old: RunDir) -> RunConfig
 
 def _stored(cfg: DictConfig, overrides: list[str], old: RunDir) -> Request:
     """The request of an existing run that goes on with this command line's changes."""
-    before = read_plan(old.plan)
+    before = recorded_plan(old)
     ran = before.config.recipe.name
     stored = compose.to_run_config(compose.recompose(old, [], ran)[0])
     composed, request, choices = compose.recompose(old, overrides, ran)

@@ -160,15 +160,23 @@ def _as_dict(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _apply_difference(target: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Changes `target` by what differs between `before` and `after`; keys only `target` lacks are added."""
+def _apply_difference(target: dict[str, Any], before: dict[str, Any], after: dict[str, Any], path: str = "") -> None:
+    """Changes `target` by what differs between `before` and `after`; options that only it lacks are added.
+
+    They are newer than what is stored. A key of a free map is none: what conf/ gained there is not the run's.
+    """
     for key in before.keys() | after.keys():
+        inner = f"{path}.{key}".lstrip(".")
         if key not in after:
             target.pop(key, None)
         elif isinstance(after[key], dict) and isinstance(before.get(key), dict) and isinstance(target.get(key), dict):
-            _apply_difference(target[key], before[key], after[key])
-        elif key not in before or before[key] != after[key] or key not in target:
+            _apply_difference(target[key], before[key], after[key], inner)
+        elif key not in before or before[key] != after[key] or (key not in target and not _is_free(path)):
             target[key] = after[key]
+
+
+def _is_free(path: str) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in FREE_MAPS)
 
 
 def _absolute_paths(config: RunConfig) -> None:

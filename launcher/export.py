@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher import render, run
 from launcher.errors import EXIT_OK, Problem, UserError, raise_if
+from launcher.plan import Plan
 from launcher.rules_request import export_problems
 from launcher.rundir import RunDir, write_json
 from launcher.schema import RunConfig
@@ -30,16 +31,16 @@ def plan(config: RunConfig, old: RunDir | None) -> run.Outcome:
     return run.Outcome(EXIT_OK, None, [])
 
 
-def export(config: RunConfig, old: RunDir | None, ask: run.Ask) -> run.Outcome:
+def export(config: RunConfig, old: RunDir | None, trained: Plan | None, ask: run.Ask) -> run.Outcome:
     """Exports a checkpoint of run `old`, or of the folder `export.source`; raises UserError when it cannot.
 
-    `ask`: the job's process, from `run.worker`.
+    `trained`: the plan of `old`. `ask`: the job's process, from `run.worker`.
     """
     raise_if(export_problems(config.export))
-    answer = ask(_request(config, old))
+    answer = ask(_request(config, old) | {"plan": None if trained is None else trained.to_json()})
     staging, provenance = Path(answer.pop("staging")), answer.pop("provenance")
-    if config.export.verify and old is not None:
-        answer["verified"] |= _reloaded(answer, staging, provenance["fixed_batch_loss"], old)
+    if config.export.verify and trained is not None:
+        answer["verified"] |= _reloaded(answer, staging, provenance["fixed_batch_loss"], trained)
     write_json(staging / "export.json", answer | provenance)
     _commit(staging, Path(answer["dir"]))
     render.export_done(answer)
@@ -71,11 +72,11 @@ def _request(config: RunConfig, old: RunDir | None) -> dict[str, Any]:
     }
 
 
-def _reloaded(answer: dict[str, Any], staging: Path, expected: float | None, old: RunDir) -> dict[str, Any]:
+def _reloaded(answer: dict[str, Any], staging: Path, expected: float | None, trained: Plan) -> dict[str, Any]:
     """The loss that the written files have on the checkpoint's fixed batch, or why it was not computed."""
     if expected is None:
         return {"loss": None, "skipped": "the checkpoint records no loss of these weights on a fixed batch"}
-    request = {"run_dir": str(old.path), "folder": str(staging), "expected": expected}
+    request = {"plan": trained.to_json(), "folder": str(staging), "expected": expected}
     try:
         return run.ask_worker("check_export", request | {key: answer[key] for key in ("dtype", "bytes")})
     except UserError:

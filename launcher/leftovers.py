@@ -11,7 +11,8 @@ from pathlib import Path
 
 from launcher.errors import Problem, UserError
 from launcher.onhost import end
-from launcher.plan import Plan, read_plan
+from launcher.plan import Plan
+from launcher.recorded import recorded_plan
 from launcher.remote import Reach, run_script
 from launcher.rundir import RunDir, read_json, shared_memory_of
 from launcher.watchdog import start_time
@@ -41,7 +42,7 @@ def end_last_attempt(run: RunDir) -> None:
     """
     if run.summary.exists():
         return
-    plan = read_plan(run.plan)
+    plan = recorded_plan(run)
     if _launcher_lives(run, plan.cluster.local):
         sign = read_json(run.launcher_beat) or {}
         why = f"its launcher is at work (process {sign.get('pid')} of the host it was started on)"

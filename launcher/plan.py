@@ -37,6 +37,7 @@ from launcher.rules_peft import missing_package
 from launcher.schema import RunConfig, from_dict
 
 VERSION = 1
+DERIVED = ("fingerprint", "world_size")  # in the file beside the plan's own fields
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the plan's canonical JSON: equal on every rank or the run is refused."""
-        return hashlib.sha256(_canonical(dataclasses.asdict(self)).encode()).hexdigest()
+        return fingerprint(dataclasses.asdict(self))
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict for plan.json: every field, the fingerprint and the world size."""
-        return {"fingerprint": self.fingerprint, "world_size": self.world_size} | dataclasses.asdict(self)
+        return dict(zip(DERIVED, (self.fingerprint, self.world_size), strict=True)) | dataclasses.asdict(self)
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Plan:
@@ -143,6 +144,11 @@ class Plan:
                 )
             )
         return plan
+
+
+def fingerprint(content: dict[str, Any]) -> str:
+    """SHA-256 of a plan's own fields, as text that does not depend on their order."""
+    return hashlib.sha256(_canonical(content).encode()).hexdigest()
 
 
 def _canonical(value: dict[str, Any]) -> str:

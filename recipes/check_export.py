@@ -15,8 +15,7 @@ import psutil
 import torch
 
 from launcher.errors import EXIT_TRAINING, Problem, UserError
-from launcher.plan import Plan, read_plan
-from launcher.rundir import RunDir
+from launcher.plan import Plan
 from recipes.shared.adapter_export import ADAPTER_CONFIG
 from recipes.shared.checkpoint.fixed_batch import SAMPLES, tolerance
 from recipes.shared.data.splits import open_splits
@@ -33,9 +32,10 @@ ROOM = 1.3  # of the weights' bytes: they are read into memory once, and a few s
 def run_job(request: dict[str, Any]) -> dict[str, Any]:
     """{"loss"} of request["folder"], or {"skipped": why}; raises UserError when it is not request["expected"].
 
-    An adapter is put into the folder of weights that its run began with; it is skipped where that is no such folder.
+    request: plan of the run, folder, expected, dtype, bytes of the weights. An adapter is put into the folder of
+    weights that its run began with; it is skipped where that is no such folder.
     """
-    plan = read_plan(RunDir(request["run_dir"]).plan)
+    plan = Plan.from_json(request["plan"])
     folder, base = Path(request["folder"]), None
     if (folder / ADAPTER_CONFIG).is_file():
         base = Path(plan.config.model.init_from or "")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from launcher.errors import Problem, UserError
-from launcher.plan import Plan, read_plan
+from launcher.plan import Plan
 from launcher.rundir import RunDir, existing_parent, write_json
 from recipes.shared.adapter_export import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, Merged, base_name, exported
 from recipes.shared.checkpoint import find, foreign, manifest
@@ -50,15 +50,15 @@ def run_job(request: dict[str, Any]) -> dict[str, Any]:
     refuse_existing(target)
     if request["source"] is not None:
         return _export(request, target, _foreign(request))
-    run = RunDir(request["run_dir"])
+    run, plan = RunDir(request["run_dir"]), Plan.from_json(request["plan"])
     likely = find.likely(run, request["step"], request["best"])
     if likely is not None:
         try:
             with find.compared(likely):
-                return _export(request, target, _of_run(run, likely))
+                return _export(request, target, _of_run(plan, likely))
         except find.Changed:
             discard(target)
-    return _export(request, target, _of_run(run, find.chosen(run, request["step"], request["best"])))
+    return _export(request, target, _of_run(plan, find.chosen(run, request["step"], request["best"])))
 
 
 def _export(request: dict[str, Any], target: Path, source: _Source) -> dict[str, Any]:
@@ -135,9 +135,8 @@ def _foreign(request: dict[str, Any]) -> _Source:
     return _Source(place.shards, described, place.model)
 
 
-def _of_run(run: RunDir, shards: Path) -> _Source:
-    """The checkpoint `shards` of a run."""
-    plan: Plan = read_plan(run.plan)
+def _of_run(plan: Plan, shards: Path) -> _Source:
+    """The checkpoint `shards` of a run of `plan`."""
     model = Path(plan.config.model.path or plan.config.model.init_from or os.devnull)
     tokenizer = plan.config.data.get("tokenizer") or (model.parent if model.is_file() else model)
     saved = manifest.read(shards) or {}

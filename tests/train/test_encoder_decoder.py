@@ -26,6 +26,7 @@ from recipes.shared.objective import objective_of
 from tests.plan.asking import planned, refuses
 from tests.train.engines import Engines, unjudged
 from tests.train.running import losses
+from tests.train.test_export_job import plan_json
 from tests.train.test_export_job import request as export_request
 
 FIELDS: dict[str, Any] = {"model_type": "t5", "vocab_size": 256, "d_model": 32, "d_kv": 8, "d_ff": 48}
@@ -116,5 +117,5 @@ def test_one_embedding_under_several_names_is_saved_resumed_elsewhere_and_export
     assert not any(info.values())
     assert model.lm_head.weight is model.shared.weight and model.decoder.embed_tokens.weight is model.shared.weight
     expected = manifest.read(run / "checkpoints" / "step_00000004")["fixed_batch_loss"]  # type: ignore[index]
-    request = {"run_dir": str(run), "folder": answer["staging"], "expected": expected, "dtype": "fp32"}
+    request = {"plan": plan_json(run), "folder": answer["staging"], "expected": expected, "dtype": "fp32"}
     assert "loss" in check_export.run_job(request | {"bytes": answer["bytes"]})

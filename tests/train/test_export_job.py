@@ -27,10 +27,17 @@ from tests.train.running import ROOT, Runs, launch
 from tests.train.test_parity import overrides
 
 
+def plan_json(run: Path) -> dict[str, Any]:
+    """The run's plan, as a job gets it."""
+    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return found
+
+
 def request(run: Path, target: Path, **changes: Any) -> dict[str, Any]:
     """What the launcher asks for: every tensor of the newest checkpoint in files of up to 60 kB."""
     asked = {
         "run_dir": str(run),
+        "plan": plan_json(run),
         "step": None,
         "best": False,
         "weights": "trained",

@@ -35,6 +35,7 @@ from tests.plan.asking import planned, refused, refuses
 from tests.train.engines import GPT2, Engines, request
 from tests.train.running import Runs, launch, losses, records
 from tests.train.test_elastic_matrix import tensors
+from tests.train.test_export_job import plan_json
 from tests.train.test_export_job import request as export_request
 
 RELATIVE = 1e-5  # of a loss in fp32: the same sums in another order, over twenty steps
@@ -249,7 +250,7 @@ def test_a_merged_export_is_a_plain_model_with_the_logged_loss(
     found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert found.keys() == loaded(base(runs)).state_dict().keys()
     assert validation_loss(run, loaded(folder)) == pytest.approx(logged_loss(run), rel=RELATIVE)
-    checked = {"run_dir": str(run), "folder": str(folder), "dtype": "fp32", "bytes": 1}
+    checked = {"plan": plan_json(run), "folder": str(folder), "dtype": "fp32", "bytes": 1}
     answer = check_export.run_job(checked | {"expected": (manifest.read(step(run, 20)) or {})["fixed_batch_loss"]})
     assert "loss" in answer
 

@@ -29,6 +29,7 @@ from recipes.shared.own_losses import Own
 from tests.plan.asking import ROOT, composed, planned, refused, refuses
 from tests.train.engines import Engines
 from tests.train.running import launch, losses, records
+from tests.train.test_export_job import plan_json
 from tests.train.test_export_job import request as export_request
 
 SOURCE = ROOT / "examples" / "tabular"
@@ -112,7 +113,7 @@ def test_an_export_holds_tensors_and_what_made_the_model(trained: dict[str, Path
     assert saved is not None
     with torch.no_grad():
         assert float(model(**rows)["loss"]) == pytest.approx(saved["fixed_batch_loss"], rel=RELATIVE)
-    request = {"run_dir": str(run), "folder": str(folder), "expected": saved["fixed_batch_loss"], "dtype": "fp32"}
+    request = {"plan": plan_json(run), "folder": str(folder), "expected": saved["fixed_batch_loss"], "dtype": "fp32"}
     assert "loss" in check_export.run_job(request | {"bytes": answer["bytes"]})
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.rundir import shared_memory_of
+from launcher.rundir import RunDir, shared_memory_of
+from tests.plan.test_recorded import of_an_earlier_release
 from tests.train.running import (
     SMALL,
     Runs,
@@ -72,6 +73,20 @@ def test_resume_goes_on_after_the_end_with_more_steps(runs: Runs) -> None:
     assert (run / "history" / "0001" / "plan.json").exists()
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000006"]
     assert (run / "checkpoints" / "latest").read_text() == "step_00000006"
+
+
+def test_a_run_of_an_earlier_release_goes_on_and_is_exported(runs: Runs, tmp_path: Path) -> None:
+    run = runs.new()
+    assert launch(*SMALL, "run.steps=4", "schedule=constant", f"run.dir={run}").returncode == 0
+    of_an_earlier_release(RunDir(run))
+    done = launch("recipe=export", f"run.dir={run}", f"export.dir={tmp_path / 'export'}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "export" / "export.json").read_text())["verified"]["loss"] is not None
+    (run / "summary.json").unlink()  # as after a kill of the launcher
+    done = launch("recipe=resume", f"run.dir={run}", "run.steps=6")
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in steps(run)] == [1, 2, 3, 4, 5, 6]
+    assert "ema" in json.loads((run / "plan.json").read_text())["config"]
 
 
 def test_retention_keeps_the_newest_and_every_tenth_and_leaves_junk_alone(runs: Runs) -> None:
