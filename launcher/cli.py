@@ -32,7 +32,7 @@ from launcher.errors import EXIT_OK, EXIT_REQUEST, EXIT_SIGINT, EXIT_SIGTERM, Pr
 from launcher.explain import explain
 from launcher.leftovers import end_last_attempt
 from launcher.model_source import refuse_missing
-from launcher.plan import build_plan
+from launcher.plan import Plan, build_plan
 from launcher.planner.choose import Chosen
 from launcher.profiled import with_measured
 from launcher.recorded import recorded_plan
@@ -139,30 +139,24 @@ def _one(cfg: DictConfig, overrides: list[str], trial: Path | None, ask: run.Ask
     shown = request.config.mode == "plan" and request.config.plan.format == "text"  # among the plan's own tables
     if not shown:
         render.notes(replaced)
-    try:
-        outlook = planning.prospect(request.config)
-    except UserError as error:
-        if shown:
-            render.notes(replaced)  # they say why a key stands where it is refused
-        raise UserError(*located(request.folded, error.problems), code=error.code) from None
-    plan = outlook.plan
-    if outlook.chosen is not None:
-        request = _settled(request, outlook.chosen)
-    if plan.config.mode == "train":
-        render.notes([said for said in (planning.refuse_unfit(outlook),) if said is not None])
-    if recipe == "resume":
+    with contextlib.ExitStack() as stack:
+        try:
+            outlook = stack.enter_context(planning.prospect(request.config))
+        except UserError as error:
+            if shown:
+                render.notes(replaced)  # they say why a key stands where it is refused
+            raise UserError(*located(request.folded, error.problems), code=error.code) from None
+        plan = outlook.plan
+        if outlook.chosen is not None:
+            request = _settled(request, outlook.chosen)
         if plan.config.mode == "train":
-            end_last_attempt(old)
-        checkpoint = run.whole_checkpoint(old)
-        plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
-        raise_if(changed_layout(plan, checkpoint["manifest"]))
-        needed = conversion(plan, checkpoint)
-        if needed is not None:
-            render.note(needed.told(saved_layout(checkpoint["manifest"]), wanted_layout(plan)))
-    sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
-    if plan.config.mode == "plan":
-        show(plan, report(outlook), RunDir(plan.config.run.dir or "RUN_DIR"), sources, replaced)
-        return run.Outcome(EXIT_OK, None, overrides)
+            render.notes([said for said in (planning.refuse_unfit(outlook),) if said is not None])
+        if recipe == "resume":
+            plan = _continued(plan, old)
+        sources = provenance.sources(plan.config, plan.deepspeed, request.origin, request.folded)
+        if plan.config.mode == "plan":
+            show(plan, report(outlook), RunDir(plan.config.run.dir or "RUN_DIR"), sources, replaced)
+            return run.Outcome(EXIT_OK, None, overrides)
     if plan.config.mode == "check":
         return run.check(plan, overrides)
     if plan.config.launch.submit == "sbatch":
@@ -193,6 +187,19 @@ def _known(request: Request) -> Known:
         deepspeed = config.deepspeed
     sources = provenance.sources(config, deepspeed, request.origin, request.folded)
     return Known(config, deepspeed, sources, HydraConfig.get().runtime.choices, request.overrides)
+
+
+def _continued(plan: Plan, old: RunDir) -> Plan:
+    """The plan from the newest whole checkpoint of `old` on; raises UserError where that cannot be loaded into it."""
+    if plan.config.mode == "train":
+        end_last_attempt(old)
+    checkpoint = run.whole_checkpoint(old)
+    plan = dataclasses.replace(plan, resume_from=checkpoint["checkpoint"])
+    raise_if(changed_layout(plan, checkpoint["manifest"]))
+    needed = conversion(plan, checkpoint)
+    if needed is not None:
+        render.note(needed.told(saved_layout(checkpoint["manifest"]), wanted_layout(plan)))
+    return plan
 
 
 def _exported(cfg: DictConfig, overrides: list[str], ask: run.Ask | None) -> run.Outcome:

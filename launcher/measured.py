@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher import env, run
+from launcher import env
 from launcher.plan import ModelFacts, installed_versions
 from launcher.planner.profile import Profile
+from launcher.run import Ask
 from launcher.rundir import read_json
 from launcher.schema import RunConfig
 
@@ -25,10 +26,10 @@ VERSION = 4  # of what a profile holds
 DECIDING = ("torch", "transformers", "peft")
 
 
-def profiles(measure: bool) -> Profiles:
+def profiles(ask: Ask | None) -> Profiles:
     """A function of a request, its micro-batch and its precision that gives what is known of the model.
 
-    `measure`: run what is not remembered (5 to 10 s); without it such a model is not known.
+    `ask`: the job `profile`, for what is not remembered (seconds for each); without it such a model is not known.
     """
 
     kept: dict[Path, ModelFacts] = {}
@@ -39,8 +40,8 @@ def profiles(measure: bool) -> Profiles:
         if file in kept:
             return kept[file]
         answer = read_json(file) if file is not None else None
-        if answer is None and measure:
-            answer = run.ask_worker("profile", profile_request(config, micro_batch_size, precision, file))
+        if answer is None and ask is not None:
+            answer = ask(profile_request(config, micro_batch_size, precision, file))
         if answer is None:
             return ModelFacts()
         profile = None if answer["timeline"] is None else Profile.from_json(answer["timeline"])

@@ -7,6 +7,8 @@ Must never start a run or write anything.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from launcher import provenance, run
@@ -47,20 +49,27 @@ class Prospect:
         return unfit(self.plan, self.capacity, self.build)
 
 
-def prospect(config: RunConfig) -> Prospect:
+@contextmanager
+def prospect(config: RunConfig) -> Iterator[Prospect]:
     """The plan of a request and how it stands to the memory there is; raises UserError for one that is none.
 
     A model is measured for a plan that is shown or chosen. For a launch what is remembered of it serves, and where
     nothing is it is measured only if the rest of its memory comes near to what there is: nobody waits for it otherwise.
+    The process that measures ends with the block.
     """
+    with run.when_asked("profile") as ask:
+        yield _prospect(config, ask)
+
+
+def _prospect(config: RunConfig, ask: run.Ask) -> Prospect:
     chosen = bool(autos(config))
-    build = builder(config, measure=chosen or config.mode == "plan")
+    build = builder(config, ask, measure=chosen or config.mode == "plan")
     if not chosen:
         plan = build(config, None)
         machine = this_machine(plan.cluster)
         capacity = capacity_of(plan.config, plan.cluster, machine)
         if _may_not_fit(plan, capacity):
-            build = builder(config, measure=True)
+            build = builder(config, ask, measure=True)
             plan = build(config, None)
         return Prospect(plan, machine, capacity, build, None)
     raise_if(problems(config.hardware))
@@ -71,9 +80,13 @@ def prospect(config: RunConfig) -> Prospect:
     return Prospect(found.plan, machine, capacity, build, found)
 
 
-def builder(config: RunConfig, measure: bool) -> Build:
-    """Plans `config` and requests that differ from it in stage, offload, batch or cluster; see `measured.profiles`."""
-    environment, remembered, measured = run.worker_environment(config), profiles(measure), profiles(measure=True)
+def builder(config: RunConfig, ask: run.Ask, measure: bool) -> Build:
+    """Plans `config` and requests that differ from it in stage, offload, batch or cluster; see `measured.profiles`.
+
+    Without `measure` the job is asked only for a model whose size is not known either.
+    """
+    environment, measured = run.worker_environment(config), profiles(ask)
+    remembered = measured if measure else profiles(None)
     built: dict[str, Plan] = {}  # the gate and a comparison ask for the same plans, of 30 ms each
 
     def build(asked: RunConfig, cluster: Cluster | None) -> Plan:

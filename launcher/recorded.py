@@ -32,7 +32,7 @@ def recorded_plan(run: RunDir) -> Plan:
     today = compose.recompose(run, [], value["config"]["recipe"]["name"])[0]
     value["config"] = _filled(value["config"], dataclasses.asdict(compose.to_run_config(today)))
     try:
-        return from_dict(Plan, value)  # type: ignore[no-any-return]
+        return from_dict(Plan, value)
     except (TypeError, AttributeError, KeyError) as error:
         why = f"it was made by another release, and {error}"
         fix = "go on with that release, or start anew from its weights: model.init_from=CHECKPOINT_FOLDER"

@@ -16,14 +16,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import compose, env, render
+from launcher import attempts, compose, env, render
 from launcher.check import before_launch, preflight, refuse_failed, refuse_small_disk
 from launcher.cluster.filters import spec
 from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
@@ -39,20 +38,16 @@ from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, Use
 from launcher.leftovers import end_on_hosts
 from launcher.onhost import secrets
 from launcher.plan import ModelFacts, Plan, build_plan, installed_versions
-from launcher.planner import surprise
 from launcher.profiled import keep
 from launcher.remote import Reach, run_script
 from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
-    STEP_PREFIX,
     RunDir,
     check_writable,
     drop_shared_memory,
     existing_parent,
     read_json,
-    try_write,
     write_json,
-    write_text,
 )
 from launcher.schema import RecipeSection, RunConfig
 from launcher.supervise import Ending, Job, supervise
@@ -60,6 +55,7 @@ from launcher.supervise import Ending, Job, supervise
 SECRETS = Path(secrets.__file__)
 RESTARTED = ("killed", "peer", "stall", "launcher")  # kinds of failure that another attempt may not meet
 COLLECTIVE_LIMIT_S = 180.0  # starting Python with torch on every host takes most of it
+Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job: the request in, its answer out
 
 
 @dataclass
@@ -71,9 +67,6 @@ class Outcome:
     overrides: list[str]
     summary: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-
-
-Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job: the request in, its answer out
 
 
 def check(plan: Plan, overrides: list[str]) -> Outcome:
@@ -130,17 +123,17 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
         refuse_small_disk(plan, run)
     _prepare_data(plan)
     _build_operators(plan)
-    attempt = _write_run_folder(run, plan, overrides, sources)
+    attempt = attempts.begin(run, plan, overrides, _provenance(sources))
     ending = _start(run, plan, attempt)
-    summary = _write_summary(run, plan, ending, attempt)
+    summary = attempts.end(run, plan, ending, attempt)
     for left in range(plan.config.cluster.restarts, 0, -1):
         again = _restarted(run, plan, ending, left)
         if again is None:
             break
         plan = again
-        attempt = _write_run_folder(run, plan, overrides, sources)
+        attempt = attempts.begin(run, plan, overrides, _provenance(sources))
         ending = _start(run, plan, attempt)
-        summary = _write_summary(run, plan, ending, attempt)
+        summary = attempts.end(run, plan, ending, attempt)
     render.finish(run, plan, summary, ending.failure)
     if plan.config.recipe.name == "profile" and ending.exit_code == EXIT_OK:
         render.text("\n".join(keep(run, plan, summary)))
@@ -169,13 +162,13 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
 
 def ask_worker(job: str, request: dict[str, Any]) -> dict[str, Any]:
     """Runs one short job of `recipes` in a process of its own: JSON in, JSON out; its UserErrors become ours."""
-    with worker(job) as ask:
-        return ask(request)
+    with worker(job) as asked:
+        return asked(request)
 
 
 @contextlib.contextmanager
 def worker(job: str) -> Iterator[Ask]:
-    """The same, to be asked once or not at all: the process loads what it needs meanwhile, and does nothing."""
+    """The same, to be asked any number of times: the process loads what it needs meanwhile, and does nothing."""
     process = subprocess.Popen(
         local_worker_command("--job", job),
         stdin=subprocess.PIPE,
@@ -183,23 +176,44 @@ def worker(job: str) -> Iterator[Ask]:
         text=True,
         env=env.child_environment({"DS_ACCELERATOR": "cpu"}),  # short jobs take no GPU
     )
+    requests, answers = process.stdin, process.stdout
+    assert requests is not None and answers is not None
 
-    def ask(request: dict[str, Any]) -> dict[str, Any]:
-        said, _ = process.communicate(json.dumps(request))
-        return _answer(job, said, process.returncode)
+    def asked(request: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # a process that died has no answer, and that is what is said
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+        line = answers.readline()
+        return _answer(job, line, 0 if line else process.wait())
 
-    with process:  # never asked, it finds the end of its input, and leaves
+    with process:  # at the end of its input it leaves
         try:
-            yield ask
+            yield asked
         except BaseException:
             process.kill()
+            with contextlib.suppress(OSError):  # what it did not take any more
+                requests.close()
             raise
+
+
+@contextlib.contextmanager
+def when_asked(job: str) -> Iterator[Ask]:
+    """The same, for a job that may not be needed: its process is started by the first request."""
+    with contextlib.ExitStack() as stack:
+        started: list[Ask] = []
+
+        def asked(request: dict[str, Any]) -> dict[str, Any]:
+            if not started:
+                started.append(stack.enter_context(worker(job)))
+            return started[0](request)
+
+        yield asked
 
 
 def _answer(job: str, said: str, code: int) -> dict[str, Any]:
     try:
-        answer = json.loads(said.strip().splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
+        answer = json.loads(said)
+    except json.JSONDecodeError:
         raise UserError(
             Problem(job, f"exit code {code}", "the process died; its output is above", "see its output"),
             code=EXIT_TRAINING,
@@ -259,46 +273,6 @@ def _build_operators(plan: Plan) -> None:
                 "install g++ and the Python headers (Debian: build-essential python3-dev)",
             )
         )
-
-
-def _write_run_folder(run: RunDir, plan: Plan, overrides: list[str], sources: dict[str, str]) -> int:
-    """Creates or continues the run folder; returns the number of this attempt (1 for a new run)."""
-    attempt = 1
-    if plan.resume_from is None:
-        run.create()
-    else:
-        attempt = 2 + len(list(run.history.glob("*"))) if run.history.exists() else 2
-        kept = run.attempt(attempt - 1)
-        kept.mkdir(parents=True)
-        for path in (run.plan, run.config, run.overrides, run.ds_config, run.provenance):
-            if path.exists():  # they stay until they are replaced: killed in between, this is still a run
-                shutil.copyfile(path, kept / path.name)
-        for path in (run.effective, run.audit, run.summary):
-            if path.exists():
-                os.replace(path, kept / path.name)
-        run.reset_control()
-        step = int(Path(plan.resume_from).name.removeprefix(STEP_PREFIX))
-        for path in (run.metrics, run.generations):
-            _drop_later_records(path, step, kept)
-    write_text(run.config, compose.composed_yaml(plan.config))
-    write_text(run.overrides, "".join(f"{text}\n" for text in overrides))
-    write_json(run.ds_config, plan.deepspeed)
-    write_json(run.provenance, _provenance(attempt) | {"sources": sources})
-    if not plan.cluster.local:
-        run.hostfile.write_text(hostfile_text(plan))
-    write_json(run.plan, plan.to_json())
-    return attempt
-
-
-def _drop_later_records(path: Path, step: int, kept: Path) -> None:
-    """Moves the records of steps after the checkpoint's out of a file of the run: they will be made again."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    later = [line for line in lines if json.loads(line)["step"] > step]
-    if later:
-        write_text(kept / f"{path.stem}_dropped.jsonl", "\n".join(later) + "\n")
-    write_text(path, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
 
 def _start(run: RunDir, plan: Plan, attempt: int) -> Ending:
@@ -456,13 +430,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _provenance(attempt: int) -> dict[str, Any]:
+def _provenance(sources: dict[str, str]) -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         answer = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     return {
-        "attempt": attempt,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "folder": os.getcwd(),
@@ -471,38 +444,5 @@ def _provenance(attempt: int) -> dict[str, Any]:
         "versions": installed_versions(),
         "revision": git("rev-parse", "HEAD"),
         "changed_files": (git("status", "--porcelain") or "").splitlines(),
+        "sources": sources,
     }
-
-
-def _write_summary(run: RunDir, plan: Plan, ending: Ending, attempt: int) -> dict[str, Any]:
-    result = read_json(run.result) or {}
-    failure = ending.failure
-    summary = {
-        "exit_code": ending.exit_code,
-        "attempt": attempt,
-        "status": {0: "done", 5: "failed"}.get(ending.exit_code, "stopped"),
-        **result,
-        "memory": _memory(plan, result.get("memory")),
-        "audit_findings": None if (audit := read_json(run.audit)) is None else len(audit["findings"]),
-        "planned_model_state_bytes": sum(plan.estimate.device_bytes.values()) or None,
-        "failure": None
-        if failure is None
-        else {
-            **{"rank": failure.rank, "host": failure.host, "kind": failure.kind},
-            **{"message": failure.message, "log": str(failure.log)},
-        },
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    if not try_write(write_json, run.summary, summary):
-        render.note(f"{run.summary} could not be written")
-    return summary
-
-
-def _memory(plan: Plan, measured: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Planned memory beside what the ranks measured; None where either is missing."""
-    memory, config = plan.estimate.memory, plan.config
-    if memory is None or measured is None:
-        return None
-    counted = memory.measured or (config.peft.kind == "none" and not config.parameters.frozen)
-    exact = counted and "nvme" not in (plan.offload_device("optimizer"), plan.offload_device("param"))
-    return surprise.compared(memory, surprise.Setting(plan.zero_stage, plan.world_size), exact, measured)

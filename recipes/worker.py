@@ -66,19 +66,18 @@ def main() -> int:
 
 
 def run_job(name: str) -> int:
-    """One job: request as JSON on stdin, answer (or problems) as one JSON line on stdout; none where none is asked."""
+    """One job: requests on stdin and answers (or problems) on stdout, each a line of JSON, until the input ends."""
     answer_to = os.dup(1)
-    os.dup2(2, 1)  # libraries print on stdout; the answer must be alone there
+    os.dup2(2, 1)  # libraries print on stdout; the answers must be alone there
     job = importlib.import_module(JOBS[name])  # the launcher may still be composing the request
-    request = sys.stdin.read()
-    if not request:
-        return 0
-    try:
-        answer = job.run_job(json.loads(request))
-    except UserError as error:
-        answer = {"problems": [dataclasses.asdict(problem) for problem in error.problems], "code": error.code}
     with os.fdopen(answer_to, "w") as file:
-        file.write(json.dumps(answer) + "\n")
+        for request in sys.stdin:
+            try:
+                answer = job.run_job(json.loads(request))
+            except UserError as error:
+                answer = {"problems": [dataclasses.asdict(problem) for problem in error.problems], "code": error.code}
+            file.write(json.dumps(answer) + "\n")
+            file.flush()
     return 0
 
 

@@ -27,6 +27,7 @@ from launcher.planner.candidates import Candidate, Choice, choices, judged, with
 from launcher.planner.capacity import Capacity
 from launcher.planner.choose import choose
 from launcher.planning import builder
+from launcher.run import Ask, when_asked
 from launcher.rundir import RunDir
 from launcher.schema import RunConfig
 
@@ -86,8 +87,8 @@ def run(request: Request) -> list[Row]:
     """Errors over all configurations, and the share of limits under which auto chose rightly."""
     found: list[Measured] = []
     right: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="zerolaunch-bench-") as folder:
-        for name, config, build in _groups(request, Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="zerolaunch-bench-") as folder, when_asked("profile") as ask:
+        for name, config, build in _groups(request, Path(folder), ask):
             candidates = [
                 judged(choice.overrides(), with_choice(config, choice), None, build) for choice in choices(config, FREE)
             ]
@@ -108,14 +109,14 @@ def run(request: Request) -> list[Row]:
     ]
 
 
-def _groups(request: Request, folder: Path) -> Any:
+def _groups(request: Request, folder: Path, ask: Ask) -> Any:
     """(name, request, how to plan others like it) of each model, batch and precision."""
     for (name, model), size, precision in product(
         list(MODELS.items())[: request.options["models"]], MICRO_BATCHES, PRECISIONS
     ):
         words = [*model, f"train.micro_batch_size={size}", f"precision={precision}", "zero=stage1", BUCKET]
         plan = ask_plan(with_defaults([*WORDS, *words, f"run.dir={folder}/run"], request.overrides), base_environment())
-        yield f"{name}, micro-batch {size}, {precision}", plan.config, builder(plan.config, measure=True)
+        yield f"{name}, micro-batch {size}, {precision}", plan.config, builder(plan.config, ask, measure=True)
 
 
 def _stage0(config: RunConfig, build: Any) -> list[Candidate]:

@@ -7,6 +7,7 @@ Must never start a run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable
@@ -280,11 +281,11 @@ def test_a_model_is_measured_only_when_nothing_else_is_wrong(
 ) -> None:
     asked: list[str] = []
 
-    def measured(job: str, request: Any) -> dict[str, Any]:
+    def measured(request: Any) -> dict[str, Any]:
         asked.append(request["config"]["model"]["config"]["model_type"])
         return {"parameters": 1000, "timeline": None, "why": "it is only counted here"}
 
-    monkeypatch.setattr("launcher.run.ask_worker", measured)
+    monkeypatch.setattr("launcher.run.when_asked", lambda job: contextlib.nullcontext(measured))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cli("mode=plan", "model.config.model_type=falcon", "run.steps=0").code == 2
     assert asked == []

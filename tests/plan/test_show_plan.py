@@ -176,8 +176,8 @@ def test_json_holds_the_same_figures(cli: Cli) -> None:
     answer = cli(*request, "plan.format=json")
     assert (answer.code, answer.err) == (0, "")
     said = json.loads(answer.out)["report"]
-    expected = report(planning.prospect(composed("mode=plan", CARD, "plan.compare=true", "plan.scale=[2,4]")))
-    assert said == json.loads(json.dumps(expected))
+    with planning.prospect(composed("mode=plan", CARD, "plan.compare=true", "plan.scale=[2,4]")) as found:
+        assert said == json.loads(json.dumps(report(found)))
 
 
 class _Page(HTMLParser):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from launcher import attempts
 from launcher.compose import stored_overrides
 from launcher.plan import read_plan
-from launcher.run import _write_run_folder
 from launcher.rundir import RunDir, load_run
 from tests.dying import deaths
 from tests.plan.asking import planned
@@ -27,7 +27,7 @@ def logged(run: RunDir) -> list[int]:
 
 def test_killed_at_any_change_of_a_file_a_resume_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     source, run = RunDir(tmp_path / "source"), RunDir(tmp_path / "run")
-    _write_run_folder(source, planned("run.steps=4"), ["run.steps=4"], {})
+    attempts.begin(source, planned("run.steps=4"), ["run.steps=4"], {})
     source.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
     for path in (source.summary, source.effective, source.result, source.pid(0)):
         path.write_text("{}")
@@ -38,7 +38,7 @@ def test_killed_at_any_change_of_a_file_a_resume_leaves_a_run_that_can_be_resume
         shutil.copytree(source.path, run.path)
 
     def take_up() -> None:
-        _write_run_folder(run, more, ["run.steps=6"], {})
+        attempts.begin(run, more, ["run.steps=6"], {})
 
     count = 0
     for count in deaths(fresh, take_up):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from launcher import attempts
 from launcher.errors import EXIT_TRAINING, Failure
-from launcher.run import _write_summary
 from launcher.rundir import RunDir, read_json
 from launcher.supervise import Ending
 from tests.plan.asking import ROOT, planned
@@ -116,4 +116,4 @@ def test_a_finding_in_our_own_recipe_ends_a_strict_run_and_is_written(engines: E
     assert written["findings"][0]["file"] == str(ROOT / "tests" / "train" / "audit_ranks.py")
     assert answer["ended"] == [f"{written['findings'][0]['file']}:{written['findings'][0]['line']}", EXIT_TRAINING]
     ending = Ending(EXIT_TRAINING, Failure(0, "here", "it ended", run.rank_log("here", 0)))
-    assert _write_summary(run, plan, ending, 1)["audit_findings"] == 1
+    assert attempts.end(run, plan, ending, 1)["audit_findings"] == 1
