@@ -27,7 +27,7 @@ from recipes.shared.losses import CausalLM
 from recipes.shared.model import build_model
 from recipes.shared.moments import Moments
 
-COLLECTIVES = ("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
+COLLECTIVES = ("allreduce", "allgather", "all_gather_single", "reduce_scatter", "reduce_scatter_single", "broadcast")
 GLOO_THREADS = "pt_gloo_runloop"  # as torch names them
 LET_GO_S = 2.0  # at most
 MARK = "moment: "
@@ -103,14 +103,17 @@ class CpuRecorder:
 
 
 def _over(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, over when gloo's threads wait for the next one.
+    """The collective, over when gloo's threads wait for the next one; one that is asynchronous stays so.
 
     A thread lets go of its tensors, a copy of its own among them, a moment after it said that it is done: they would be
     counted or not as the machine is busy.
     """
 
-    def call(*arguments: Any, **named: Any) -> _Done:
-        collective(*arguments, **named).wait()
+    def call(*arguments: Any, **named: Any) -> Any:
+        work = collective(*arguments, **named)
+        if any(getattr(argument, "asyncOp", False) for argument in arguments):
+            return work
+        work.wait()
         until = time.monotonic() + LET_GO_S
         while time.monotonic() < until and not (_at_rest() and _at_rest()):
             time.sleep(0.0002)
