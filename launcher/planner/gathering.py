@@ -17,6 +17,7 @@ from launcher.planner.profile import BACKWARD, END, FORWARD, GRADIENT, LOSS, Eve
 from launcher.planner.setup import Setup
 
 WHOLE, COPY = "gathered parameters", "gather buffers"
+GLOO_THREADS = 2  # torch's own number (ProcessGroupGloo.hpp, Options)
 PASSES = 3  # the first learns the order, the second has what was gathered before it
 Counts = dict[int, int]  # index of a parameter -> times
 
@@ -84,7 +85,7 @@ def counted(profile: Profile, limits: Limits) -> tuple[Counts, Counts]:
 class Handle:
     """One gather: its flat output lives until the last of its parameters has been waited for.
 
-    On a CPU gloo gathers into a copy beside it, which is surely gone when the first of them has been.
+    On a CPU gloo gathers into a copy beside it, `beside_bytes`, which is surely gone when the first of them has been.
     """
 
     parameters: list[int]
@@ -108,6 +109,7 @@ class Gathering:
         self.whole: set[int] = set()
         self.flying: dict[int, Handle] = {}
         self.active: dict[int, set[int]] = {}
+        self.beside_bytes = 0
 
     def begin(self) -> None:
         """A micro-batch begins (reset_step): the order is known once one has been recorded."""
@@ -194,16 +196,15 @@ class Gathering:
         else:
             handle.flat_bytes = size
             self.ledger.add(COPY, size)
-        if self.limits.one_memory:
-            handle.beside_bytes = size
-            self.ledger.add(COPY, size)
+        handle.beside_bytes = size
         for index in indices:
             self.flying[index] = handle
+        self._copies()
 
     def _wait(self, index: int) -> None:
         handle = self.flying.pop(index)
-        self.ledger.add(COPY, -handle.beside_bytes)
         handle.beside_bytes = 0
+        self._copies()
         if not handle.done:
             handle.done = True
             for each in handle.parameters:
@@ -212,6 +213,13 @@ class Gathering:
         handle.waiting.discard(index)
         if not handle.waiting:
             self.ledger.add(COPY, -handle.flat_bytes)
+
+    def _copies(self) -> None:
+        """Of the gathers under way as many run as gloo has threads; the others have no copy yet, or none any more."""
+        if self.limits.one_memory:
+            sizes = sorted(handle.beside_bytes for handle in set(self.flying.values()))
+            before, self.beside_bytes = self.beside_bytes, sum(sizes[-GLOO_THREADS:])
+            self.ledger.add(COPY, self.beside_bytes - before)
 
     # --- release -----------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.planner.gathering import COPY, WHOLE, Gathering, Limits
+from launcher.planner.gathering import COPY, GLOO_THREADS, WHOLE, Gathering, Limits
 from launcher.planner.ledger import Ledger
 from launcher.planner.profile import FORWARD, FORWARD_END, Event, Module, Parameter, Profile
 
 BYTES, EACH = 4, 500  # of an element, elements of a parameter
 
 
-def two_layers() -> Profile:
-    """A model around an inner one around two layers of two parameters, passed forwards."""
-    parameters = tuple(Parameter(f"p{index}", EACH, True) for index in range(4))
-    every = (0, 1, 2, 3)
-    modules = (Module("Outer", (), every), Module("Inner", (), every), Module("A", (0, 1)), Module("B", (2, 3)))
-    order = [(FORWARD, 0), (FORWARD, 1), (FORWARD, 2), (FORWARD_END, 2), (FORWARD, 3), (FORWARD_END, 3)]
+def layers(outer: int, inner: int) -> Profile:
+    """`outer` modules without parameters of their own around `inner` layers of two parameters, passed forwards."""
+    parameters = tuple(Parameter(f"p{index}", EACH, True) for index in range(2 * inner))
+    every = tuple(range(2 * inner))
+    modules = tuple(Module("Outer", (), every) for _ in range(outer))
+    modules += tuple(Module("Layer", (2 * at, 2 * at + 1)) for at in range(inner))
+    order = [(FORWARD, index) for index in range(outer)]
+    order += [(what, outer + at) for at in range(inner) for what in (FORWARD, FORWARD_END)]
     return Profile(parameters, modules, tuple(Event(what, index, 0, 0) for what, index in order))
 
 
@@ -29,17 +31,24 @@ def limits(one_memory: bool) -> Limits:
     return Limits(2, BYTES, one_memory, 2 * EACH, 10**9, 1, 0, 0)
 
 
-@pytest.mark.parametrize(("one_memory", "copies"), [(True, 2), (False, 1)])
-def test_gathers_that_are_under_way_at_once_are_all_held(one_memory: bool, copies: int) -> None:
-    """Each has its flat output, and on a CPU the copy that gloo gathers into until it is waited for."""
-    profile, ledger = two_layers(), Ledger()
+def after_a_pass(one_memory: bool, profile: Profile) -> tuple[Gathering, Ledger]:
+    """The coordinator when it knows the order."""
+    ledger = Ledger()
     gathering = Gathering(limits(one_memory), profile, ledger)
-    layer = 2 * EACH * BYTES
     gathering.begin()
     for event in profile.events:
         gathering.visit(event)
     gathering.release_all()
     gathering.begin()
+    return gathering, ledger
+
+
+@pytest.mark.parametrize(("one_memory", "copies"), [(True, 2), (False, 1)])
+def test_gathers_that_are_under_way_at_once_are_all_held(one_memory: bool, copies: int) -> None:
+    """Each has its flat output, and on a CPU the copy that gloo gathers into until it is waited for."""
+    profile = layers(2, 2)
+    gathering, ledger = after_a_pass(one_memory, profile)
+    layer = 2 * EACH * BYTES
     outer, inner, first, left, second, _ = profile.events
     gathering.visit(outer)
     assert (ledger.terms[COPY], ledger.terms.get(WHOLE, 0)) == (copies * layer, 0)
@@ -50,3 +59,11 @@ def test_gathers_that_are_under_way_at_once_are_all_held(one_memory: bool, copie
     gathering.visit(left)
     gathering.visit(second)
     assert (ledger.terms[COPY], ledger.terms[WHOLE]) == (0, layer)
+
+
+def test_no_more_gathers_have_a_copy_than_gloo_has_threads() -> None:
+    profile = layers(5, 5)
+    gathering, ledger = after_a_pass(True, profile)
+    for event in profile.events[:5]:
+        gathering.visit(event)
+    assert ledger.terms[COPY] == (5 + GLOO_THREADS) * 2 * EACH * BYTES
