@@ -257,6 +257,7 @@ def _estimate(
         trained, frozen = (parameters, 0) if adapter is None else (adapter, parameters)
     if facts.profile is not None:
         trained, frozen = facts.profile.trained, facts.profile.frozen
+    setup = Setup.of(config, deepspeed, cluster)
     state = memory.model_state(
         trained,
         stage,
@@ -266,15 +267,15 @@ def _estimate(
         offload_param=ds_config.offload_device(deepspeed, "param") is not None,
         frozen=frozen,
         averaged=config.ema.decay is not None,
+        state_bytes=setup.state_at_most,
     )
     passes = batch.gradient_accumulation_steps
     moved = traffic.bytes_per_step(trained, stage, cluster.world_size, precision, passes, frozen)
-    checkpoint = memory.WEIGHT_BYTES[precision] * (trained + frozen) + (4 + memory.MOMENT_BYTES) * trained
+    checkpoint = memory.WEIGHT_BYTES[precision] * (trained + frozen) + (4 + setup.state_at_most) * trained
     checkpoint += memory.AVERAGE_BYTES * trained * (config.ema.decay is not None)
     if stage == 0 and precision == "fp32":
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
-    setup = Setup.of(config, deepspeed, cluster)
     profile = facts.profile or outlined(parameters, config)
     predicted = memory_of(setup, profile)
     movement = movement_of(profile, setup, config, batch)

@@ -17,6 +17,9 @@ GB = 1e9
 # The CUDA context, cuBLAS workspaces and NCCL's channels of a process: none of it is torch's. A usual figure, which
 # recipe=profile replaces by what it measures.
 CONTEXT_BYTES = 800_000_000
+# Host memory of a rank that is no tensor's: Python, torch, DeepSpeed and what they allocate. Measured as RssAnon with
+# model=tiny on a CPU: 0.41 GB, and 0.33 for the two launchers of a host. Kept back where memory is a share of a host's.
+PROCESS_BYTES = 500_000_000
 # Of what is left, what torch's allocator holds and cannot hand out in one piece when the peak comes.
 FRAGMENTATION = 0.10
 BUCKETS = "reduce buckets"  # the term's name in a moment
@@ -38,9 +41,9 @@ class Capacity:
     device_bytes: int
     """After `reserve_bytes` is left out."""
     reserve_bytes: int
-    """Context and fragmentation on CUDA; nothing on CPU."""
+    """Context and fragmentation on CUDA; the process itself in a share of this machine's memory, else nothing."""
     host_bytes: int | None
-    """Share of a rank in its host's memory, beside a GPU; None where it is not known."""
+    """Share of a rank in its host's memory, beside a GPU, without the process; None where it is not known."""
     one_memory: bool
     """Whether device and host are the same memory."""
     source: str
@@ -56,6 +59,7 @@ def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capaci
     """
     ranks = max(len(host.slots) for host in cluster.hosts)
     share = machine.host_bytes // ranks if machine.host_bytes is not None and cluster.local else None
+    left = None if share is None else max(0, share - PROCESS_BYTES)
     on_cuda, total, source = cluster.accelerator == "cuda", config.plan.memory_bytes, "plan.memory_bytes"
     hardware = read(config.hardware)
     if total is None:
@@ -68,8 +72,11 @@ def capacity_of(config: RunConfig, cluster: Cluster, machine: Machine) -> Capaci
         return None
     context = CONTEXT_BYTES if hardware.context_bytes is None else hardware.context_bytes
     fragmented = FRAGMENTATION if hardware.fragmentation is None else hardware.fragmentation
-    usable = round(max(0, total - context) * (1 - fragmented)) if on_cuda else total
-    return Capacity(usable, total - usable, share if on_cuda else None, not on_cuda, source, own)
+    if on_cuda:
+        usable = round(max(0, total - context) * (1 - fragmented))
+        return Capacity(usable, total - usable, left, False, source)
+    usable = max(0, total - PROCESS_BYTES) if own else total
+    return Capacity(usable, total - usable, None, True, source, own)
 
 
 def needed(memory: Memory, capacity: Capacity) -> dict[str, tuple[int, int]]:

@@ -45,10 +45,12 @@ def model_state(
     offload_param: bool,
     frozen: int = 0,
     averaged: bool = False,
+    state_bytes: int = MOMENT_BYTES,
 ) -> ModelState:
-    """Resident terms after a step, as DeepSpeed 0.19.8 allocates them with Adam (padding left out).
+    """Resident terms after a step, as DeepSpeed 0.19.8 allocates them (padding left out).
 
     `parameters` are trained, `frozen` ones beside them are weights and nothing else. `averaged`: with ema.decay.
+    `state_bytes`: what the optimizer keeps of a parameter beside its master; Adam's two moments by default.
     Stages 1 to 3 keep a separate fp32 master even in fp32; stage 3 keeps its gradient partition for good.
     """
     weight = WEIGHT_BYTES[precision]
@@ -57,7 +59,7 @@ def model_state(
     textbook += round(weight * frozen / (world_size if stage == 3 else 1))
     if stage == 0:
         master = 0 if precision == "fp32" else 4 * parameters
-        device = {"weights": weight * every, "master": master, "moments": MOMENT_BYTES * parameters}
+        device = {"weights": weight * every, "master": master, "moments": state_bytes * parameters}
         device["average"] = AVERAGE_BYTES * parameters * averaged
         return ModelState(textbook, _present(device), {})
     device = {"weights": weight * (-(-every // world_size) if stage == 3 else every)}
@@ -66,7 +68,7 @@ def model_state(
         host["weights"] = device.pop("weights")
     optimizer_home = host if offload_optimizer else device
     optimizer_home["master"] = 4 * share
-    optimizer_home["moments"] = MOMENT_BYTES * share
+    optimizer_home["moments"] = state_bytes * share
     optimizer_home["average"] = AVERAGE_BYTES * share * averaged
     if stage == 3 or offload_optimizer:
         optimizer_home["gradients"] = (4 if offload_optimizer else weight) * share

@@ -43,6 +43,8 @@ class Setup:
     """Micro-batches a step."""
     state: int
     """Of the optimizer beside the masters."""
+    state_at_most: int
+    """The same of the parameters that have most of it: with Muon those that are no matrices."""
     step_temporary: int
     """Of temporaries of the optimizer's step."""
     average: int
@@ -77,6 +79,7 @@ class Setup:
             sent=WEIGHT_BYTES.get(named, WEIGHT_BYTES[precision]),
             accumulation=int(deepspeed.get("gradient_accumulation_steps", 1)),
             state=state,
+            state_at_most=STATE_BYTES["adam"] if kind == "muon" else state,
             step_temporary=TORCH_STEP_BYTES if plain else 0,
             average=MASTER_BYTES if config.ema.decay is not None else 0,
             offload_optimizer=offload,

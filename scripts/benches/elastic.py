@@ -1,7 +1,8 @@
 """Time to load a checkpoint on other numbers of ranks, over DeepSpeed's conversion and load of the same one.
 
-`scripts/bench elastic [pairs=3] [millions=130] [stage=3] [overrides]`; the other size is millions=400. Saved on 2
-ranks, loaded on 1 and 4; theirs is `python -m deepspeed.checkpoint.ds_to_universal` and `engine.load_checkpoint`.
+`scripts/bench elastic [pairs=3] [millions=130] [stage=3] [ranks=0] [overrides]`; the other size is millions=400.
+Saved on 2 ranks, loaded on 1 and 4, or on `ranks` alone; theirs is `python -m deepspeed.checkpoint.ds_to_universal` and
+`engine.load_checkpoint`.
 Must never compare loads that left different masters, moments or weights.
 """
 
@@ -22,7 +23,7 @@ from benches.timing import base_environment, in_turn, run_to_end
 from launcher.plan import Plan
 from recipes.shared.checkpoint.manifest import step_of
 
-OPTIONS = {"pairs": 3, "millions": 130, "stage": 3, "extract_workers": 4, "merge_workers": 2, "threads": 1}
+OPTIONS = {"pairs": 3, "millions": 130, "stage": 3, "ranks": 0, "extract_workers": 4, "merge_workers": 2, "threads": 1}
 RANKS = (1, 4)
 AT_MOST = 0.30
 MODULE = "deepspeed.checkpoint.ds_to_universal"
@@ -52,8 +53,9 @@ class Elastic:
     def __init__(self, request: Request, folder: Path) -> None:
         self.options, self.folder = request.options, folder
         self.run = saved_run(folder, self.options["millions"], self.options["stage"], request.overrides)
-        self.plans = {ranks: resumed(self.run, f"cluster.num_procs={ranks}") for ranks in RANKS}
-        self.saved = Path(str(self.plans[RANKS[0]].resume_from))
+        loaded_on = (self.options["ranks"],) if self.options["ranks"] else RANKS
+        self.plans = {ranks: resumed(self.run, f"cluster.num_procs={ranks}") for ranks in loaded_on}
+        self.saved = Path(str(self.plans[loaded_on[0]].resume_from))
         self.universal = self.saved.with_name(f"{self.saved.name}_universal")
 
     def ours(self) -> Turn:
@@ -112,9 +114,9 @@ def run(request: Request) -> list[Row]:
         peak = both.peak_disk_bytes()
         turns = in_turn(request.options["pairs"], {"ours": both.ours, "theirs": both.theirs})
     ours, theirs = turns["ours"], turns["theirs"]
-    for ranks in RANKS:
+    for ranks in both.plans:
         check_same(ranks, step_of(both.saved), [*ours, *theirs])
-    rows = [row for ranks in RANKS for row in rows_of(ranks, ours, theirs)]
+    rows = [row for ranks in both.plans for row in rows_of(ranks, ours, theirs)]
     parts = {
         "theirs, kept, GiB": [turn.disk_bytes / GIB for turn in theirs],
         "theirs, with temporary files, GiB": [peak / GIB],

@@ -22,7 +22,7 @@ from launcher.cluster.value import Cluster, resolve
 from launcher.errors import EXIT_DOES_NOT_FIT, UserError
 from launcher.plan import Plan
 from launcher.planner.candidates import Choice, choices, lacking, with_choice
-from launcher.planner.capacity import BUCKETS, CONTEXT_BYTES, Capacity, Machine, capacity_of, needed
+from launcher.planner.capacity import BUCKETS, CONTEXT_BYTES, PROCESS_BYTES, Capacity, Machine, capacity_of, needed
 from launcher.planner.choose import Chosen, autos, choose
 from launcher.planner.gate import CHANGES, FORCE, cheapest, unfit
 from launcher.planner.prediction import Memory, Moment
@@ -103,8 +103,11 @@ def test_without_a_known_size_there_is_no_capacity(two_hosts: tuple[str, ...]) -
 
 def test_a_cpus_memory_is_shared_by_its_ranks_and_a_gpu_keeps_a_reserve(two_hosts: tuple[str, ...]) -> None:
     config = composed("cluster.num_procs=4")
-    shared = capacity_of(config, resolve(config.cluster), Machine(4_000, None))
-    assert shared is not None and (shared.device_bytes, shared.reserve_bytes, shared.one_memory) == (1_000, 0, True)
+    shared = capacity_of(config, resolve(config.cluster), Machine(4 * 10**9, None))
+    assert shared is not None and shared.one_memory
+    assert (shared.device_bytes, shared.reserve_bytes) == (10**9 - PROCESS_BYTES, PROCESS_BYTES)
+    small = capacity_of(config, resolve(config.cluster), Machine(4_000, None))
+    assert small is not None and small.device_bytes == 0
     config = composed(*two_hosts, "plan.memory_bytes=80000000000")
     card = capacity_of(config, resolve(config.cluster), Machine(None, None))
     assert card is not None and not card.one_memory

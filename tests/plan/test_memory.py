@@ -237,3 +237,17 @@ def test_a_checkpoint_holds_weights_masters_and_moments() -> None:
 def test_reduction_buffers_count_whole_however_small_the_model(options: tuple[str, ...], size: int) -> None:
     """deepspeedai/DeepSpeed#4875."""
     assert planned("precision=bf16", *options).estimate.reduce_bucket_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [(["optim=adamw"], 8), (["optim=sgd"], 4), (["optim=sgd", "deepspeed.optimizer.params.momentum=0.0"], 0)]
+    + [(["optim=muon"], 8)],
+)
+def test_what_is_kept_and_saved_is_the_optimizers_own(optimizer: list[str], moments: int) -> None:
+    """Weights, masters and what the optimizer has beside them; Muon's largest share is counted for all."""
+    plan = planned("zero=stage1", "precision=bf16", *optimizer)
+    parameters = plan.estimate.parameters
+    assert parameters is not None
+    assert plan.estimate.checkpoint_bytes == (2 + 4 + moments) * parameters
+    assert plan.estimate.device_bytes.get("moments", 0) == moments * -(-parameters // plan.world_size)
