@@ -27,6 +27,12 @@ WHOLE_AT_MOST = {300: 0.35, 1000: 0.25}
 MEMORY_ABOVE_A_SHARD_BYTES = 300e6
 # The weights that a 1B model needs for a step with Adam are more than 24 GB: its checkpoint has no moments.
 WITHOUT_MOMENTS = ["optim=sgd", "deepspeed.optimizer.params.momentum=0.0"]
+# Nor does the whole model beside its shares, which stage 3 by itself would hold for one of this size.
+FEW_WHOLE = [
+    "deepspeed.zero_optimization.stage3_max_reuse_distance=1000",
+    "deepspeed.zero_optimization.stage3_max_live_parameters=1000000",
+    "deepspeed.zero_optimization.stage3_prefetch_bucket_size=1000000",
+]
 SAME = """
 import sys, torch
 from pathlib import Path
@@ -85,8 +91,9 @@ class Exports:
     def __init__(self, request: Request, folder: Path) -> None:
         options = request.options
         self.folder, self.shard_bytes = folder, 1_000_000 * options["shard_megabytes"]
-        moments = WITHOUT_MOMENTS if options["millions"] >= 1000 else []
-        own = [*moments, f"cluster.num_procs={options['ranks']}", *request.overrides]
+        large, few = options["millions"] >= 1000, options["stage"] == 3
+        lean = [*(WITHOUT_MOMENTS if large else []), *(FEW_WHOLE if large and few else [])]
+        own = [*lean, f"cluster.num_procs={options['ranks']}", *request.overrides]
         self.run: RunDir = saved_run(folder, options["millions"], options["stage"], own)
         (self.checkpoint,) = self.run.checkpoints.glob("step_*")
         saved = manifest.read(self.checkpoint)
