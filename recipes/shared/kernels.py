@@ -8,7 +8,7 @@ Must never stand in where the device itself would run the unfused operations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,24 +77,17 @@ class _Stage3Linear(torch.autograd.Function):
         )
 
 
-@contextlib.contextmanager
-def linear_of_stage3() -> Iterator[None]:
+def linear_of_stage3() -> contextlib.AbstractContextManager[None]:
     """Within it `linear` keeps what DeepSpeed's own keeps (zero_optimization.memory_efficient_linear)."""
-    original = functional.linear
 
     def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         output: torch.Tensor = _Stage3Linear.apply(inputs, weight, bias)
         return output
 
-    functional.linear = linear
-    try:
-        yield
-    finally:
-        functional.linear = original
+    return _in_place_of("linear", linear)
 
 
-@contextlib.contextmanager
-def attention_without_values() -> Iterator[None]:
+def attention_without_values() -> contextlib.AbstractContextManager[None]:
     """Within it `scaled_dot_product_attention` of meta tensors keeps what the real kernel would keep."""
     original = functional.scaled_dot_product_attention
 
@@ -103,33 +96,31 @@ def attention_without_values() -> Iterator[None]:
             return original(query, key, value, *rest, **named)
         return _Fused.apply(query, key, value)
 
-    functional.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
+    return _in_place_of("scaled_dot_product_attention", attention)
 
 
-@contextlib.contextmanager
-def experts_of_any_type() -> Iterator[None]:
+def experts_of_any_type() -> contextlib.AbstractContextManager[None]:
     """Within it `grouped_mm` takes meta tensors of every type, as devices do; torch's own takes bfloat16 alone."""
     original = functional.grouped_mm
 
     def grouped(rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor | None = None, **named: Any) -> Any:
-        if (
-            rows.dtype is torch.bfloat16
-            or offs is None
-            or rows.dim() != ROWS
-            or any(v is not None for v in named.values())
-        ):
+        asked_for_more = any(value is not None for value in named.values())
+        if rows.dtype is torch.bfloat16 or offs is None or rows.dim() != ROWS or asked_for_more:
             return original(rows, matrices, offs=offs, **named)
         return _Grouped.apply(rows, matrices, offs)
 
-    functional.grouped_mm = grouped
+    return _in_place_of("grouped_mm", grouped)
+
+
+@contextlib.contextmanager
+def _in_place_of(name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Within it torch.nn.functional's `name` is `stand_in`."""
+    original = getattr(functional, name)
+    setattr(functional, name, stand_in)
     try:
         yield
     finally:
-        functional.grouped_mm = original
+        setattr(functional, name, original)
 
 
 def _choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> int:

@@ -91,8 +91,9 @@ class Exports:
     def __init__(self, request: Request, folder: Path) -> None:
         options = request.options
         self.folder, self.shard_bytes = folder, 1_000_000 * options["shard_megabytes"]
-        large, few = options["millions"] >= 1000, options["stage"] == 3
-        lean = [*(WITHOUT_MOMENTS if large else []), *(FEW_WHOLE if large and few else [])]
+        lean: list[str] = []
+        if options["millions"] >= 1000:
+            lean = [*WITHOUT_MOMENTS, *(FEW_WHOLE if options["stage"] == 3 else [])]
         own = [*lean, f"cluster.num_procs={options['ranks']}", *request.overrides]
         self.run: RunDir = saved_run(folder, options["millions"], options["stage"], own)
         (self.checkpoint,) = self.run.checkpoints.glob("step_*")
