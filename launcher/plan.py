@@ -24,8 +24,8 @@ from launcher.ds_schema import version_problem
 from launcher.ds_values import normalise
 from launcher.errors import Problem, UserError, raise_if
 from launcher.own_code import missing_code
-from launcher.planner import memory, shapes, traffic
-from launcher.planner.assess import memory_of
+from launcher.planner import capacity, memory, shapes, traffic
+from launcher.planner.assess import least_of, memory_of
 from launcher.planner.collectives import Move
 from launcher.planner.movement import movement_of, outlined
 from launcher.planner.prediction import Memory
@@ -179,12 +179,14 @@ def build_plan(
     facts_of: Callable[[RunConfig, int, str], ModelFacts] | None = None,
     resume_from: str | None = None,
     cluster: Cluster | None = None,
+    within: capacity.Capacity | None = None,
 ) -> Plan:
     """Judges the request and returns its plan; raises one UserError with every problem.
 
     `facts_of` a request, its micro-batch size and its precision: what was measured of the model, asked when nothing
     else is wrong. Without it, families that `planner.shapes` does not know have no size. `cluster`: instead of the
-    request's own, for what is only compared.
+    request's own, for what is only compared. `within`: for what is only judged by it, never shown or run: no traffic
+    and no time, and where it is too little for what every pass needs, that is all the memory estimated.
     """
     config = dataclasses.replace(config, deepspeed=normalise(config.deepspeed)[0])
     cluster, batch, deepspeed = _judged(config, cluster)
@@ -197,7 +199,7 @@ def build_plan(
         cluster=cluster,
         batch=batch,
         deepspeed=deepspeed,
-        estimate=_estimate(facts, config, deepspeed, cluster, batch),
+        estimate=_estimate(facts, config, deepspeed, cluster, batch, within),
         env=_accelerator_environment(cluster) | env,
         resume_from=resume_from,
     )
@@ -243,7 +245,12 @@ def _accelerator_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _estimate(
-    facts: ModelFacts, config: RunConfig, deepspeed: dict[str, Any], cluster: Cluster, batch: Batch
+    facts: ModelFacts,
+    config: RunConfig,
+    deepspeed: dict[str, Any],
+    cluster: Cluster,
+    batch: Batch,
+    within: capacity.Capacity | None,
 ) -> Estimate:
     """Where it is not known how many parameters an adapter has, all of the model's count as trained."""
     known = shapes.count_parameters(config.model.config) if config.model.target is None else None
@@ -277,7 +284,10 @@ def _estimate(
         checkpoint -= trained * 4  # the weights are their own masters
     buckets = memory.reduce_bucket_bytes(deepspeed, stage, precision)
     profile = facts.profile or outlined(parameters, config)
-    predicted = memory_of(setup, profile)
+    sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets)
+    if within is not None:
+        least = least_of(setup, profile)
+        predicted = least if capacity.missing(least, within) else memory_of(setup, profile)
+        return Estimate(parameters, *sizes, predicted, not_measured=facts.why)
     movement = movement_of(profile, setup, config, batch)
-    known_sizes = (state.textbook_bytes, state.device, state.host, moved, checkpoint, buckets, predicted)
-    return Estimate(parameters, *known_sizes, **vars(movement), not_measured=facts.why)
+    return Estimate(parameters, *sizes, memory_of(setup, profile), **vars(movement), not_measured=facts.why)

@@ -87,16 +87,19 @@ def builder(config: RunConfig, ask: run.Ask, measure: bool) -> Build:
     """
     environment, measured = run.worker_environment(config), profiles(ask)
     remembered = measured if measure else profiles(None)
-    built: dict[str, Plan] = {}  # the gate and a comparison ask for the same plans, of 30 ms each
+    # The gate, which names no cluster, and a comparison, which names the plan's own, ask for the same plans.
+    built: dict[tuple[str, Cluster | None], Plan] = {}
 
-    def build(asked: RunConfig, cluster: Cluster | None) -> Plan:
-        differs = (asked.deepspeed, dataclasses.astuple(asked.train), asked.activation.checkpointing, cluster)
-        key = repr(differs)
-        if key not in built:
-            built[key] = build_plan(asked, environment, remembered, cluster=cluster)
-            if built[key].estimate.parameters is None and not measure:
-                built[key] = build_plan(asked, environment, measured, cluster=cluster)
-        return built[key]
+    def build(asked: RunConfig, cluster: Cluster | None = None, within: Capacity | None = None) -> Plan:
+        differs = repr((asked.deepspeed, dataclasses.astuple(asked.train), asked.activation.checkpointing))
+        if (differs, cluster) in built:
+            return built[differs, cluster]
+        plan = build_plan(asked, environment, remembered, cluster=cluster, within=within)
+        if plan.estimate.parameters is None and not measure:
+            plan = build_plan(asked, environment, measured, cluster=cluster, within=within)
+        if within is None:
+            built[differs, cluster] = built[differs, plan.cluster] = plan
+        return plan
 
     return build
 

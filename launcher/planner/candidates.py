@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from launcher import provenance
 from launcher.cluster.value import Cluster
@@ -34,8 +34,16 @@ BUCKET, SMALL_BUCKET_ELEMENTS = "reduce_bucket_size", 50_000_000  # a message of
 BLOCKS = ("offload_optimizer", "offload_param")
 DEVICES = {(None, None): "none", ("cpu", None): "cpu", ("cpu", "cpu"): "cpu_all", ("nvme", None): "nvme"}
 
-# Plans a request, on its own cluster or on one that is handed in; raises UserError for what the rules refuse.
-Build = Callable[[RunConfig, Cluster | None], Plan]
+
+class Build(Protocol):
+    """Plans a request, on its own cluster or on another; raises UserError for what the rules refuse.
+
+    `within`: as for `build_plan`.
+    """
+
+    def __call__(
+        self, config: RunConfig, /, cluster: Cluster | None = None, within: Capacity | None = None
+    ) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -69,10 +77,12 @@ class Candidate:
         return self.lacks == {}
 
 
-def judged(overrides: list[str], config: RunConfig, capacity: Capacity | None, build: Build) -> Candidate:
-    """The candidate that `config` is."""
+def judged(
+    overrides: list[str], config: RunConfig, capacity: Capacity | None, build: Build, closely: bool = True
+) -> Candidate:
+    """The candidate that `config` is. Not `closely`: only whether it fits, which is known sooner."""
     try:
-        plan = build(config, None)
+        plan = build(config, None, None if closely else capacity)
     except UserError as error:
         return Candidate(overrides, None, "; ".join(problem.why for problem in error.problems), None)
     return Candidate(overrides, plan, None, lacking(plan, capacity))

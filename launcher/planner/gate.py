@@ -7,6 +7,7 @@ Must never refuse on a guess: without a known size and a known capacity there is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from launcher.errors import Problem
 from launcher.plan import Plan
@@ -47,20 +48,20 @@ def unfit(plan: Plan, capacity: Capacity | None, build: Build) -> Problem | None
 
 def cheapest(plan: Plan, capacity: Capacity, build: Build) -> list[Candidate]:
     """The first CHANGES in order of cost that fit: a smaller micro-batch, then stages and offloads."""
-    config = plan.config
-    found = _first(judged(words, request, capacity, build) for words, request in smaller_batches(config, plan))
+    config, ask = plan.config, partial(judged, capacity=capacity, build=build, closely=False)
+    found = _first(ask(words, request) for words, request in smaller_batches(config, plan))
     if plan.estimate.reduce_bucket_bytes:
         words, request = with_small_buckets(config)
-        found += _first([judged(words, request, capacity, build)] if words else [])
+        found += _first([ask(words, request)] if words else [])
     now = bool(config.activation.checkpointing)
     for pair in dict.fromkeys((choice.zero, choice.offload) for choice in choices(config, {"zero", "offload"})):
         if len(found) == CHANGES:
             break
         # Where it does not fit with recomputed activations it does not without: that one is asked first.
         tried = [Choice(*pair, activation) for activation in ACTIVATIONS[now:]]
-        made = [judged(_changed(plan, tried[-1]), with_choice(config, tried[-1]), capacity, build)]
+        made = [ask(_changed(plan, tried[-1]), with_choice(config, tried[-1]))]
         if made[0].fits and len(tried) > 1:
-            made = [judged(_changed(plan, tried[0]), with_choice(config, tried[0]), capacity, build), *made]
+            made = [ask(_changed(plan, tried[0]), with_choice(config, tried[0])), *made]
         found += _first(made)
     return found
 

@@ -8,6 +8,7 @@ Must never decide by bytes what DeepSpeed decides by elements.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections import deque
 from dataclasses import dataclass, field
@@ -61,9 +62,14 @@ def persistent(profile: Profile, limits: Limits) -> set[int]:
     return found
 
 
-@functools.lru_cache(maxsize=32)  # a table of offloads asks for the same one many times
 def counted(profile: Profile, limits: Limits) -> tuple[Counts, Counts]:
     """How often each parameter is gathered in forward and in backward of a micro-batch, once the order is known."""
+    return _counted(profile, dataclasses.replace(limits, ranks=min(limits.ranks, 2), weight=1, one_memory=False))
+
+
+@functools.lru_cache(maxsize=32)  # a table of offloads, and of numbers of ranks, asks for the same one many times
+def _counted(profile: Profile, limits: Limits) -> tuple[Counts, Counts]:
+    """The same; bytes decide nothing, and any number of ranks gathers what two do."""
     gathering = Gathering(limits, profile, Ledger())
     counts: tuple[Counts, Counts] = ({}, {})
     for _ in range(PASSES):
@@ -203,8 +209,9 @@ class Gathering:
 
     def _wait(self, index: int) -> None:
         handle = self.flying.pop(index)
-        handle.beside_bytes = 0
-        self._copies()
+        if handle.beside_bytes:
+            handle.beside_bytes = 0
+            self._copies()
         if not handle.done:
             handle.done = True
             for each in handle.parameters:

@@ -32,6 +32,8 @@ class Ledger:
 
     def add(self, term: str, size: int) -> None:
         """`size` bytes more of `term`; negative: fewer."""
+        if not size:
+            return  # most events change nothing
         self.terms[term] = self.terms.get(term, 0) + size
         self.total += size
         if size > 0:

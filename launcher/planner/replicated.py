@@ -41,7 +41,7 @@ class Replicated:
         held = self.ledger.terms.get("gradients", 0)
         whole = self.setup.weight * self.profile.trained
         if held < whole:
-            self.ledger.add("activations", -min(self._bytes(index), self.ledger.terms["activations"]))
+            self.ledger.add("activations", -min(self._bytes(index), self.ledger.terms.get("activations", 0)))
             self.ledger.add("gradients", min(self._bytes(index), whole - held))
 
     def end(self, last: bool) -> None:

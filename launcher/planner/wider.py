@@ -99,7 +99,7 @@ def _smaller(config: RunConfig, plan: Plan, capacity: Capacity, build: Build) ->
 def _deep(words: list[str], request: RunConfig, zero: str, offload: str, capacity: Capacity, build: Build) -> Candidate:
     choice = Choice(zero, offload, "full")
     more, small = with_small_buckets(with_choice(request, choice))
-    return judged([*words, *choice.overrides(), *more], small, capacity, build)
+    return judged([*words, *choice.overrides(), *more], small, capacity, build, closely=False)
 
 
 def _stretched(config: RunConfig, plan: Plan) -> tuple[list[str], RunConfig]:
@@ -117,16 +117,18 @@ def _ranks(config: RunConfig, cluster: Cluster, capacity: Capacity, build: Build
 
     def fits(hosts: int) -> bool:
         try:
-            return lacking(build(config, resized(cluster, hosts * slots)), capacity) == {}
+            return lacking(build(config, resized(cluster, hosts * slots), capacity), capacity) == {}
         except UserError:
             return False
 
-    low, high, most = len(cluster.hosts), 2 * len(cluster.hosts), MOST_RANKS // slots
-    if most <= low or not fits(most):
+    low, most = len(cluster.hosts), MOST_RANKS // slots
+    high = min(2 * low, most)
+    if most <= low:
         return None
-    while high < most and not fits(high):
-        low, high = high, 2 * high
-    high = min(high, most)
+    while not fits(high):
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -67,9 +67,9 @@ def chosen(*overrides: str, memory_bytes: int = 10**18) -> Plan:
     return choose(config, resolve(config.cluster).world_size, capacity, unmeasured).plan
 
 
-def unmeasured(config: RunConfig, cluster: Cluster | None = None) -> Plan:
+def unmeasured(config: RunConfig, cluster: Cluster | None = None, within: Capacity | None = None) -> Plan:
     """What plans candidates, with an empty environment."""
-    return build_plan(config, {}, cluster=cluster)
+    return build_plan(config, {}, cluster=cluster, within=within)
 
 
 def refused(*overrides: str) -> tuple[Problem, ...]:

@@ -55,7 +55,7 @@ def peak_bytes(plan: Plan) -> int:
     return needed(plan.estimate.memory, limit(0))["memory"][0]
 
 
-def growing(config: RunConfig, cluster: Cluster | None = None) -> Plan:
+def growing(config: RunConfig, cluster: Cluster | None = None, within: Capacity | None = None) -> Plan:
     """A plan whose activations are known: 10 MB a sample, a tenth of it where they are recomputed."""
     plan = unmeasured(config, cluster)
     memory = plan.estimate.memory
@@ -270,6 +270,42 @@ def test_the_changes_that_the_gate_proposes_fit_when_pasted(size: int, zero: str
 
 def _same(one: str, other: str) -> bool:
     return one.partition("=")[0] == other.partition("=")[0]
+
+
+def closely(config: RunConfig, cluster: Cluster | None = None, within: Capacity | None = None) -> Plan:
+    """As `unmeasured`, but everything of a plan is estimated whether it fits or not."""
+    return unmeasured(config, cluster)
+
+
+@pytest.mark.parametrize("size", [5 * 10**7, 3 * 10**8, 8 * 10**8, 12 * 10**8])
+@pytest.mark.parametrize("zero", ["stage1", "stage3"])
+def test_a_refusal_names_what_it_would_had_every_candidate_been_estimated_to_the_end(size: int, zero: str) -> None:
+    plan = planned(*BASE, f"zero={zero}")
+    problem = unfit(plan, limit(size), unmeasured)
+    assert problem is not None and problem == unfit(plan, limit(size), closely)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_every_pass_needs_is_never_more_than_what_is_planned(
+    accelerator: str, optimizer: str, precision: str, two_hosts: tuple[str, ...]
+) -> None:
+    nothing = Capacity(0, 0, 0, accelerator == "cpu", "the test")
+    ranks = (BASE[2],) if accelerator == "cpu" else two_hosts
+    base = (BASE[0], *ranks, f"precision={precision}", f"optim={optimizer}")
+    compared = 0
+    for choice in EVERY:
+        try:
+            config = composed(*base, *choice.overrides(), *((NVME,) if choice.offload == "nvme" else ()))
+            whole, least = unmeasured(config), unmeasured(config, within=nothing)
+        except UserError:
+            continue  # a rule refuses it
+        assert whole.estimate.memory is not None and least.estimate.memory is not None
+        wants, floor = needed(whole.estimate.memory, nothing), needed(least.estimate.memory, nothing)
+        assert all(0 < floor[where][0] <= wants[where][0] for where in wants if wants[where][0]), choice
+        compared += 1
+    assert compared >= 6
 
 
 def test_a_smaller_micro_batch_keeps_the_global_batch() -> None:
