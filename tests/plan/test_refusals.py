@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from launcher.explain import groups
 from tests.plan.asking import ROOT
@@ -220,6 +221,24 @@ def test_planning_writes_nothing(cli: Cli) -> None:
     assert cli("mode=plan", "run.dir=runs/a").code == 0
     assert cli("mode=plan", "zero=stage9").code == 2
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(("more", "times"), [((), 1), (("hydra.job.name=other",), 2)])
+def test_a_request_is_composed_once_and_the_same_as_by_hydras_own_entry(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], times: int
+) -> None:
+    composed, real = [], ConfigLoaderImpl.load_configuration
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        composed.append(real(*arguments, **named))
+        return composed[-1]
+
+    words = ("mode=plan", "plan.format=json", "zero=stage3", "offload=cpu", "++deepspeed.wall_clock_breakdown=true")
+    expected = cli(*words).out
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    answer = cli(*words, *more)
+    assert (answer.code, answer.err, len(composed)) == (0, "", times)
+    assert json.loads(answer.out) == json.loads(expected)
 
 
 @pytest.mark.parametrize(
