@@ -36,7 +36,7 @@ from recipes.shared.staging import PROGRESS, continued, discard, note, staging_o
 
 PART_ELEMENTS = 2**18  # 1 MiB of fp32 stays in a core's cache while it is cast, summed and written; 32 MiB took 4 times
 THREADS = 8  # within a file
-FILES = 2  # at a time: while one is synced and read back, the next is written
+FILES = 3  # at a time: while one is copied, the one before it is synced, and that before is read back
 OWN_MODEL = "model.json"  # the target and keyword arguments of a module of the user's own
 
 
@@ -182,13 +182,14 @@ def _write(
 
     `done` gets the checksums. Returns the seconds until the last file was on the disk.
     """
-    missing, lock, started = {shard.file for shard in shards} - done.keys(), threading.Lock(), time.perf_counter()
+    missing, started = {shard.file for shard in shards} - done.keys(), time.perf_counter()
+    lock, turn = threading.Lock(), threading.Lock()
     sizes = {shard.file: sum(item.nbytes for item in shard.items) for shard in shards}
     copied = [started]
 
     def finish(shard: Shard) -> set[str]:
         if shard.file in missing:
-            digests = write_shard(shard, staging, _threads(), progress.advance)
+            digests = write_shard(shard, staging, _threads(), progress.advance, turn)
             with lock:
                 copied.append(time.perf_counter())
                 done[shard.file] = digests

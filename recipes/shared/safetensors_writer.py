@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import xxhash
 from recipes.shared.elements import SAFETENSORS, Array, Element, cast
 
 INDEX = "model.safetensors.index.json"
+SYNC_EVERY_S = 0.05  # while a file is written; if only at its end, disk and cores wait for each other
 
 
 @dataclass(frozen=True)
@@ -71,27 +74,51 @@ def write_index(shards: list[Shard], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_shard(shard: Shard, folder: Path, threads: int, written: Callable[[int], None]) -> dict[str, str]:
+def write_shard(
+    shard: Shard, folder: Path, threads: int, written: Callable[[int], None], turn: threading.Lock
+) -> dict[str, str]:
     """Writes one file, syncs it, and gives it its name; returns the checksum of each tensor's bytes.
 
-    `written` is told the bytes of each part that is done.
+    `written` is told the bytes of each part that is done. Of several files that are written at once, the one that has
+    `turn` is copied, by all of its threads; the others wait for the disk.
     """
     header, starts = _header(shard)
     path = folder / f"{shard.file}.part"
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        os.pwrite(handle, header, 0)
-        with ThreadPoolExecutor(threads) as pool:
+        with _reaching_the_disk(handle), turn, ThreadPoolExecutor(threads) as pool:
+            os.pwrite(handle, header, 0)
             largest_first = sorted(shard.items, key=lambda item: -item.nbytes)
             waiting = {
                 item.name: pool.submit(_write_item, item, handle, starts[item.name], written) for item in largest_first
             }
             digests = {item.name: waiting[item.name].result() for item in shard.items}
-        os.fsync(handle)
     finally:
         os.close(handle)
     os.replace(path, folder / shard.file)
     return digests
+
+
+@contextmanager
+def _reaching_the_disk(handle: int) -> Iterator[None]:
+    """What the body writes goes to the disk meanwhile, and is there when this is left; raises OSError where it cannot.
+
+    The kernel tells of a failed write once: whoever syncs first must not lose it.
+    """
+    over = threading.Event()
+
+    def sync() -> None:
+        while not over.wait(SYNC_EVERY_S):
+            os.fdatasync(handle)
+
+    with ThreadPoolExecutor(1) as pool:
+        syncing = pool.submit(sync)
+        try:
+            yield
+        finally:
+            over.set()
+        syncing.result()
+    os.fsync(handle)
 
 
 def _header(shard: Shard) -> tuple[bytes, dict[str, int]]:

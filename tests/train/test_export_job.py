@@ -6,11 +6,13 @@ Must never change the checkpoint of a shared run.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,30 @@ def test_a_file_that_is_not_what_was_read_is_found_and_removed(
     with pytest.raises(UserError, match="is not what was read from the checkpoint"):
         export.run_job(request(run, tmp_path / "export"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_while_a_file_is_copied_is_told_of(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of it once, and does so between two parts of a tensor: the sync at the end would succeed."""
+    failed = threading.Event()
+
+    def once(handle: int) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+
+    def awaited(part: Any, dtype: Any) -> Any:
+        assert failed.wait(10)
+        return cast(part, dtype)
+
+    cast = safetensors_writer.cast
+    monkeypatch.setattr(safetensors_writer.os, "fdatasync", once)
+    monkeypatch.setattr(safetensors_writer, "cast", awaited)
+    with pytest.raises(OSError, match="Input/output error"):
+        export.run_job(request(run, tmp_path / "export", max_shard_bytes=10**9))
+    assert failed.is_set() and not (tmp_path / "export").exists()
+    assert not list(tmp_path.glob(".export.exporting/*.safetensors"))
 
 
 def test_one_file_that_is_wrong_stops_the_others_before_the_folder_goes(
