@@ -37,7 +37,7 @@ FORWARDED = (
     "WANDB_MODE",
     "WANDB_PROJECT",
 )
-FORWARDED_PREFIXES = ("NCCL_", "UCX_", "FI_", "TORCH_NCCL_", "MLFLOW_")
+FORWARDED_PREFIXES = ("NCCL_", "UCX_", "FI_", "TORCH_NCCL_", "MLFLOW_", "MALLOC_")
 # Reach the workers of other hosts through their memory alone, never through a file, a command line or a log.
 SECRETS = (
     "AWS_ACCESS_KEY_ID",

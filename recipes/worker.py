@@ -7,6 +7,7 @@ Must never see Hydra, YAML or overrides: the plan file says everything.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
 import importlib
@@ -39,6 +40,8 @@ RUNNERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "MPI_LOCALRANKID"),
 )
+# Options of glibc's mallopt by the variables that set them (malloc.h).
+MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
 # What a rank sees when another one is gone: it is a consequence, not the cause.
 PEER_SIGNS = (
     "Connection closed by peer",
@@ -128,6 +131,7 @@ def _take_environment(plan: Plan, run: RunDir, rank: int) -> None:
     """The plan's variables, folders of PYTHONPATH ahead of this host's own, and this rank's secrets."""
     own = os.environ.get("PYTHONPATH")
     os.environ.update(plan.env)
+    set_thresholds(plan.env)
     path = plan.env.get("PYTHONPATH")
     if path is not None and not plan.cluster.local:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, own)))
@@ -137,6 +141,15 @@ def _take_environment(plan: Plan, run: RunDir, rank: int) -> None:
         if file.stat().st_uid == os.getuid():
             os.environ.update(json.loads(file.read_text()))
             file.unlink()
+
+
+def set_thresholds(variables: dict[str, str]) -> None:
+    """What of `variables` glibc reads when a process starts: on another host they were not there yet."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
+    for name, option in MALLOPT.items():
+        value = variables.get(name, "")
+        if mallopt is not None and value.isdecimal():
+            mallopt(option, int(value))
 
 
 def _redirect_output(path: Path) -> None:

@@ -33,7 +33,7 @@ def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_variables_of_the_field_are_forwarded_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """snowflakedb/ArcticTraining#316: W&B and HF variables of the head node never reached the others."""
     given = {"WANDB_MODE": "offline", "HF_HOME": "/hf", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "3"}
-    given |= {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/mine", "MLFLOW_TRACKING_URI": "http://x"}
+    given |= {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/mine", "MLFLOW_TRACKING_URI": "http://x", "MALLOC_ARENA_MAX": "2"}
     secret = {"WANDB_API_KEY": "k", "HF_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s", "MLFLOW_TRACKING_TOKEN": "m"}
     for name, value in (given | secret | {"PS1": "$ ", "LD_LIBRARY_PATH": "/lib"}).items():
         monkeypatch.setenv(name, value)

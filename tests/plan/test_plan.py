@@ -19,7 +19,7 @@ import pytest
 
 from launcher.cluster.value import Host
 from launcher.errors import UserError
-from launcher.plan import ModelFacts, Plan, build_plan, read_plan
+from launcher.plan import GLIBC, ModelFacts, Plan, build_plan, read_plan
 from launcher.rundir import write_json
 from tests.plan.asking import ROOT, composed, planned, refuses
 
@@ -187,3 +187,8 @@ def test_1024_hosts_of_8_slots_make_a_plan(tmp_path: Path) -> None:
 def test_cluster_problems_stop_before_a_plan(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file"):
         planned("cluster=hostfile", f"cluster.hostfile={tmp_path}/none")
+
+
+def test_ranks_on_a_cpu_alone_are_told_to_give_memory_back(two_hosts: tuple[str, ...]) -> None:
+    assert planned().env.items() >= GLIBC.items()
+    assert not planned(*two_hosts).env.keys() & GLIBC.keys()
