@@ -28,7 +28,7 @@ def anonymous():
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
 
 set_thresholds(json.loads(sys.argv[1]))
-first = b"x" * {BLOCK_BYTES}
+first = b"x" * {2 * BLOCK_BYTES}
 del first
 before, kept = anonymous(), []
 for _ in range({BLOCKS}):
