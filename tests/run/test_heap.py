@@ -17,8 +17,9 @@ from launcher.plan import GLIBC, build_plan
 from tests.plan.asking import ROOT, composed, planned
 
 BLOCK_BYTES, BLOCKS = 8 * 2**20, 32
+SMALL_BYTES = 100_000  # too large for what is free in the heap already: they lie between the blocks
 EVERY = BLOCK_BYTES * BLOCKS
-# Blocks and small objects in turn; then the blocks are freed.
+# glibc learns from a larger block that is freed; then there are blocks and small objects in turn, and no blocks.
 SCRIPT = f"""
 import json, sys
 from recipes.worker import set_thresholds
@@ -32,7 +33,7 @@ first = b"x" * {2 * BLOCK_BYTES}
 del first
 before, kept = anonymous(), []
 for _ in range({BLOCKS}):
-    kept.append((b"x" * {BLOCK_BYTES}, b"x" * 2000))
+    kept.append((b"x" * {BLOCK_BYTES}, b"x" * {SMALL_BYTES}))
 full = anonymous()
 kept = [small for _, small in kept]
 print(json.dumps([full - before, anonymous() - before]))
