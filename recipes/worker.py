@@ -51,12 +51,13 @@ PEER_SIGNS = (
 )
 
 
-def main() -> int:
+def main() -> NoReturn:
     """A job or a rank, by the arguments."""
     # Loading a compiled operator runs ninja, which lies beside the interpreter: not on the PATH of an SSH session.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if sys.argv[1] == "--job":
-        return run_job(sys.argv[2])
+        run_job(sys.argv[2])
+        _leave(0)
     path = Path(sys.argv[1])
     plan, run = read_plan(path), RunDir(path.parent)
     rank = _take_rank(plan, run)
@@ -68,7 +69,13 @@ def main() -> int:
     _run_rank(plan, run, rank, host)
 
 
-def run_job(name: str) -> int:
+def _leave(code: int) -> NoReturn:
+    """At once: taking the interpreter with torch in it down in order takes seconds and tells nobody anything."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_job(name: str) -> None:
     """One job: requests on stdin and answers (or problems) on stdout, each a line of JSON, until the input ends."""
     answer_to = os.dup(1)
     os.dup2(2, 1)  # libraries print on stdout; the answers must be alone there
@@ -81,7 +88,6 @@ def run_job(name: str) -> int:
                 answer = {"problems": [dataclasses.asdict(problem) for problem in error.problems], "code": error.code}
             file.write(json.dumps(answer) + "\n")
             file.flush()
-    return 0
 
 
 def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
@@ -96,13 +102,12 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
         watch.close()
         try_write(write_json, run.failure(rank), _failure(error, rank, host))
         drop_shared_memory(os.environ.get("MASTER_PORT"))
-        os._exit(1)  # without waiting for collectives that will never complete
+        _leave(1)  # without waiting for collectives that will never complete
     watch.close()
     run.done(rank).touch()
     drop_shared_memory(os.environ.get("MASTER_PORT"))
     sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # taking the interpreter with torch in it down in order takes seconds and tells nobody anything
+    _leave(0)
 
 
 def _failure(error: BaseException, rank: int, host: str) -> dict[str, Any]:
@@ -165,4 +170,4 @@ def _redirect_output(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
