@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-os.environ.update(
-    DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-)
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", MASTER_ADDR="127.0.0.1")
+# Ranks meet in a file. DeepSpeed names the memory that they share after this: servers beside each other must differ.
+os.environ["MASTER_PORT"] = str(os.getpid())
 os.environ["PATH"] = (
     f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies beside the interpreter
 )
@@ -44,7 +44,7 @@ import transformers.models.llama.modeling_llama  # noqa: E402, F401 - transforme
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 
 from launcher.plan import Plan  # noqa: E402
-from launcher.rundir import RunDir  # noqa: E402
+from launcher.rundir import RunDir, drop_shared_memory  # noqa: E402
 from recipes import finetune, pretrain  # noqa: E402
 from recipes.shared import distributed, gather  # noqa: E402
 from recipes.shared.checkpoint import load, save  # noqa: E402
@@ -68,6 +68,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             answer_to.write(json.dumps(run_case(json.loads(line), Path(folder))) + "\n")
         answer_to.flush()
+    drop_shared_memory(os.environ["MASTER_PORT"])
 
 
 def load_operators() -> list[str]:
