@@ -41,7 +41,7 @@ VERSION = 1
 # rises to 32 MiB, and what is smaller stays in heaps that do not shrink: of 303M at stage 3 on 4 ranks, with 1.5 GB
 # allocated at the peak, a rank had 3.1 GB, and 2.1 with these, in the same time. With 1 MiB it had 1.9, and a step of
 # model=tiny took half as long again.
-GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(4 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
+GLIBC = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864"}  # 4 and 64 MiB
 DERIVED = ("fingerprint", "world_size")  # in the file beside the plan's own fields
 
 
