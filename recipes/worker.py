@@ -71,6 +71,7 @@ def main() -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     """At once: taking the interpreter with torch in it down in order takes seconds and tells nobody anything."""
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
@@ -106,7 +107,6 @@ def _run_rank(plan: Plan, run: RunDir, rank: int, host: str) -> NoReturn:
     watch.close()
     run.done(rank).touch()
     drop_shared_memory(os.environ.get("MASTER_PORT"))
-    sys.stdout.flush()
     _leave(0)
 
 
