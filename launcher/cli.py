@@ -90,7 +90,7 @@ def _composed(arguments: list[str], task: Callable[[DictConfig], None]) -> None:
     Hydra's own entry composes a request twice, the first time to learn whether it is a sweep. One that says nothing to
     Hydra itself is none, and is composed once: a quarter of what mode=plan takes.
     """
-    if any(argument.startswith(("-", "hydra", "+hydra", "~hydra")) for argument in arguments):
+    if any(argument.lstrip("+~").startswith(("-", "hydra")) for argument in arguments):
         return hydra.main(version_base=HYDRA, config_path=str(CONF), config_name="config")(task)()
     with hydra.initialize_config_dir(str(CONF), version_base=HYDRA):
         cfg = hydra.compose("config", arguments, return_hydra_config=True)

@@ -223,7 +223,7 @@ def test_planning_writes_nothing(cli: Cli) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
-@pytest.mark.parametrize(("more", "times"), [((), 1), (("hydra.job.name=other",), 2)])
+@pytest.mark.parametrize(("more", "times"), [((), 1), (("hydra.job.name=other",), 2), (("++hydra.job.name=other",), 2)])
 def test_a_request_is_composed_once_and_the_same_as_by_hydras_own_entry(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], times: int
 ) -> None:
