@@ -82,14 +82,16 @@ def taken_away(case: dict[str, Any]) -> dict[str, Any]:
     audit.install()
     during = _installed()
     engine = _engine(module)
-    hooks = [_hooks(engine.module)]
+    hooks, threads = [_hooks(engine.module)], [_threads_of_groups()]
     with _Other() as other:
         module.step(engine, torch.zeros(4, 6, dtype=torch.int64))
         assert torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is other
     hooks.append(_hooks(engine.module))
+    threads.append(_threads_of_groups())
     calls = {"backward", "step", "save_checkpoint", "load_checkpoint", "no_sync"}
     left = sorted(calls & set(vars(engine)))
-    return {"before": before, "during": during, "after": _installed(), "hooks": hooks, "left": left}
+    answer = {"before": before, "during": during, "after": _installed(), "hooks": hooks, "left": left}
+    return answer | {"threads": threads}
 
 
 class _Other(TorchFunctionMode):
@@ -145,6 +147,12 @@ def _installed() -> dict[str, Any]:
         "registration": len(hooks._global_parameter_registration_hooks) + len(hooks._global_module_registration_hooks),
         "optimizers": len(optimizer._global_optimizer_pre_hooks),
     }
+
+
+def _threads_of_groups() -> int:
+    """Threads of this process that wait for what other ranks send, one for each process group."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
 
 
 def _hooks(model: torch.nn.Module) -> int:

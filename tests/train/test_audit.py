@@ -66,6 +66,8 @@ def test_the_audit_takes_itself_away_after_its_steps(engines: Engines) -> None:
     assert different == {"modes", "initialize", "gathers", "registration", "optimizers"}
     watched, left = answer["hooks"]
     assert watched > left and answer["left"] == []
+    watching, afterwards = answer["threads"]
+    assert watching == afterwards + 1
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(engines: Engines) -> None:

@@ -103,6 +103,7 @@ class Audit:
         for name in sorted(set.intersection(*map(set, self.order.exchange(set(missing))))):
             self.findings.add("no_gradient", name, self.register.line(missing[name]))
         every = self.order.exchange(list(self.findings.found.values()))
+        self.order.close()
         self.merged = merged(finding for found in every for finding in found)
         if self.findings.rank == 0:
             self._write(self.merged)

@@ -27,7 +27,7 @@ class Order:
     def __init__(self, findings: Findings, patience_s: float = PATIENCE_S) -> None:
         self.findings, self.patience_s = findings, patience_s
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience_s))
+        self.group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience_s))
         self.store = dist.distributed_c10d._get_default_store()
         self.digest, self.count = b"", 0
         self.past: deque[tuple[str, Line | None]] = deque(maxlen=REMEMBERED)
@@ -59,6 +59,11 @@ class Order:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def close(self) -> None:
+        """Gives the group up: its thread would wake a hundred times a second. After the last event and exchange."""
+        dist.destroy_process_group(self.group)
+        self.group = None
 
     def _differ(self) -> None:
         """Names the first event that ranks do not share, lines included: what differs now may follow from it."""
