@@ -7,7 +7,6 @@ Must never trust the front-end's exit code: without the result that rank 0 write
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from launcher.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, EXIT_TRAINING, Failure
+from launcher.follow import Changes, Tail
 from launcher.rundir import RunDir, read_json, try_write, write_text
 from launcher.schema import WatchSection
 from launcher.watchdog import Watchdog
@@ -37,26 +37,6 @@ class Ending:
 
     exit_code: int
     failure: Failure | None
-
-
-class Tail:
-    """New complete lines of a growing file, as JSON values."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Objects appended since the last call."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
 
 
 @dataclass(frozen=True)
@@ -84,6 +64,7 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
     Exit code: 0 when rank 0 wrote its result, 130/143 when it was stopped by a signal to us, else 5.
     """
     run, tail, status = job.run, Tail(job.run.metrics), ""
+    records, marks = Changes(job.run.metrics), Changes(job.run.control)
     first: Failure | None = None
     out_of_reach: dict[str, str] = {}
     stopped: int | None = None
@@ -106,33 +87,39 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
             while process.poll() is None or (first is None and _ranks_live(run, job, watchdog)):
                 time.sleep(POLL_S)
                 watchdog.beat()
-                for record in tail.read():
-                    on_metrics(record)
-                    _tell(watchdog.step(record), on_status)
-                _tell(watchdog.measured(), on_status)
-                text = (read_json(run.status) or {}).get("text", "")
-                if text != status:
-                    status = text
-                    on_status(text)
+                ended = process.poll() is not None
+                if records.any() or ended:
+                    for record in tail.read():
+                        on_metrics(record)
+                        _tell(watchdog.step(record), on_status)
+                marked = marks.any() or ended
+                if marked:
+                    _tell(watchdog.measured(), on_status)
+                    text = (read_json(run.status) or {}).get("text", "")
+                    if text != status:
+                        status = text
+                        on_status(text)
                 if received and stopped is None:
                     stopped = received[0]
                     try_write(write_text, run.stop_request, signal.Signals(stopped).name)
                     on_status(f"{signal.Signals(stopped).name}: stopping after this step, with a checkpoint")
                     deadline = time.monotonic() + job.watch.grace_s
-                gone = process.poll() is not None and not _finished(run, len(job.rank_hosts))
-                if gone and stopped is None and not left_alone:
+                if ended and stopped is None and not left_alone and not _finished(run, len(job.rank_hosts)):
                     left_alone = True
                     try_write(write_text, run.stop_request, "the deepspeed launcher has ended")
                     on_status("the deepspeed launcher has ended: stopping after this step, with a checkpoint")
                     deadline = time.monotonic() + job.watch.grace_s
-                first = first or _first_failure(run, job.rank_hosts, job.local) or watchdog.stall()
+                if marked:
+                    first = first or _first_failure(run, job.rank_hosts, job.local)
+                    finished = _finished(run, len(job.rank_hosts))
+                first = first or watchdog.stall()
                 if latest is not None and time.monotonic() > latest and first is None:
                     first = Failure(None, None, f"no end after {job.limit_s:.0f} s", run.launcher_log, "limit")
                 if first is not None and not aborted:
                     aborted = True
                     deadline = time.monotonic() + ABORT_GRACE_S
                     try_write(write_text, run.abort_request, first.message)
-                finished = first is None and _finished(run, len(job.rank_hosts))
+                finished = finished and first is None
                 if finished and deadline is None:
                     deadline = time.monotonic() + (FRONT_END_GRACE_S if job.local else FRONT_END_REMOTE_GRACE_S)
                 if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):

@@ -35,6 +35,7 @@ class Watchdog:
 
     def __init__(self, run: RunDir, rank_hosts: list[str], section: WatchSection) -> None:
         self.run, self.rank_hosts, self.section = run, rank_hosts, section
+        self.started = start_time(os.getpid())
         self.beats, self.beaten, self.looked = 0, 0.0, 0.0
         self.moves, self.moved, self.stepped = -1, time.monotonic(), False
         self.asked: float | None = None
@@ -51,7 +52,7 @@ class Watchdog:
             return
         self.beaten = time.monotonic()
         self.beats += 1
-        sign = {"pid": os.getpid(), "started": start_time(os.getpid()), "beat": self.beats}
+        sign = {"pid": os.getpid(), "started": self.started, "beat": self.beats}
         try_write(overwrite, self.run.launcher_beat, json.dumps(sign))
 
     def stall(self) -> Failure | None:
