@@ -6,17 +6,22 @@ Must never give one side a model, a sample, a DeepSpeed key or a variable that t
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
 import shutil
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benches.alternate import Started, alternate, within
 from benches.group import ask_plan, rank_command, rank_environment
 from benches.request import BenchError, with_defaults
-from benches.timing import Ran, base_environment, run_to_end
+from benches.timing import Ran, base_environment, environment_of_rank, run_to_end
 from launcher.command import ROOT, WORKER
 from launcher.errors import UserError, format_problems
 from launcher.plan import Plan, read_plan
@@ -60,6 +65,14 @@ class Trained:
     losses: list[float]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What a finished run says of its steps. `ends`: seconds since the epoch."""
+
+    ends: list[float]
+    losses: list[float]
+
+
 class Sides:
     """Both ways to train `overrides` for `steps` optimizer steps, of which the first `skip` are not timed."""
 
@@ -90,30 +103,107 @@ class Sides:
 
     def ours(self) -> Trained:
         """Trains with launch.py."""
-        run = RunDir(self.folder / "ours")
-        ran = self._run("ours", [sys.executable, str(ROOT / "launch.py"), *self.overrides, f"run.dir={run.path}"])
-        if _subject(read_plan(run.plan)) != _subject(self.plan):
-            raise BenchError("launch.py made another plan than mode=plan did; were files of conf/ edited meanwhile?")
-        lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
-        records = [line for line in lines if "loss" in line]
-        first = json.loads(run.result.read_text(encoding="utf-8"))["first_step_time"]
-        seconds = sum(record["step_s"] for record in records[self.skip :])
-        shutil.rmtree(run.path)
-        return self._trained(ran, first, seconds, [record["loss"] for record in records])
+        return self._alone("ours")
 
     def peer(self) -> Trained:
         """Trains with the other program, under the options that launch.py gives to DeepSpeed's launcher."""
-        place = self.folder / "peer"
+        return self._alone("peer")
+
+    def both(self, first: str, window_s: float) -> dict[str, Trained]:
+        """Trains with both at once, each of them stopped while the other runs, for `window_s` seconds at a time.
+
+        `first`: the side that is started first. Only steps that lie whole within such a time count.
+        """
+        order = ["ours", "peer"] if first == "ours" else ["peer", "ours"]
+        began: dict[str, float] = {}
+
+        def start(side: str) -> Started:
+            began[side] = time.time()
+            argv, log = self._ready(side), self.folder / f"{side}.log"
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    argv,
+                    env=self._environment(side),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            return Started(process, argv, log, lambda: self._warm(side, process))
+
+        windows = alternate({side: functools.partial(start, side) for side in order}, window_s)
+        trained = {}
+        for side in order:
+            steps = self._steps(side)
+            seconds = within(steps.ends[self.skip - 1 :], windows[side])
+            if not seconds:
+                raise BenchError(f"no step of {side} lies within {window_s:g} s: a longer window, or more steps")
+            trained[side] = self._trained(steps.ends[0] - began[side], len(seconds), sum(seconds), steps.losses)
+        return trained
+
+    def _alone(self, side: str) -> Trained:
+        """One side's run with nothing beside it."""
+        ran = self._run(side, self._ready(side))
+        steps = self._steps(side)
+        seconds = steps.ends[-1] - steps.ends[self.skip - 1]
+        return self._trained(steps.ends[0] - ran.started, len(steps.ends) - self.skip, seconds, steps.losses)
+
+    def _run(self, side: str, argv: list[str]) -> Ran:
+        """At a side's first run, rank 0's environment is noted."""
+        watch = self._script(side) if side not in self.rank_environments else None
+        ran = run_to_end(argv, self.folder / f"{side}.log", self._environment(side), watch)
+        if watch is not None:
+            self.rank_environments[side] = ran.rank_environment
+        return ran
+
+    def _script(self, side: str) -> Path:
+        return WORKER if side == "ours" else self.other.script
+
+    def _environment(self, side: str) -> dict[str, str]:
+        return self.environment if side == "ours" else rank_environment(self.plan, self.environment)
+
+    def _ready(self, side: str) -> list[str]:
+        """The command that trains, once what it reads is written."""
+        place = self.folder / side
+        if side == "ours":
+            return [sys.executable, str(ROOT / "launch.py"), *self.overrides, f"run.dir={place}"]
         place.mkdir()
         result, request, plan = place / "result.json", place / "request.json", place / "plan.json"
         plan.write_text(json.dumps(self.plan.to_json()), encoding="utf-8")
         content = {"plan": str(plan), "corpus": str(self.corpus), "skip": self.skip, "result": str(result)}
-        request.write_text(json.dumps(content), encoding="utf-8")
-        ran = self._run("peer", self.peer_command(RunDir(place), request))
-        found = json.loads(result.read_text(encoding="utf-8"))
-        seconds = found["step_ends"][-1] - found["step_ends"][self.skip - 1]
+        request.write_text(json.dumps(content | {"warm": str(place / "warm")}), encoding="utf-8")
+        return self.peer_command(RunDir(place), request)
+
+    def _warm(self, side: str, process: subprocess.Popen[bytes]) -> bool:
+        """Whether the steps that do not count are over; rank 0's environment is noted then."""
+        if side == "ours":
+            metrics = RunDir(self.folder / side).metrics
+            warm = metrics.exists() and metrics.read_bytes().count(b"\n") >= self.skip
+        else:
+            warm = (self.folder / side / "warm").exists()
+        if warm and side not in self.rank_environments:
+            self.rank_environments[side] = environment_of_rank(process, self._script(side))
+        return warm
+
+    def _steps(self, side: str) -> Steps:
+        """What the finished run of a side left, which is removed."""
+        place = self.folder / side
+        if side == "ours":
+            run = RunDir(place)
+            if _subject(read_plan(run.plan)) != _subject(self.plan):
+                raise BenchError(
+                    "launch.py made another plan than mode=plan did; were files of conf/ edited meanwhile?"
+                )
+            lines = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+            records = [line for line in lines if "loss" in line]
+            first = json.loads(run.result.read_text(encoding="utf-8"))["first_step_time"]
+            ends = list(itertools.accumulate((record["step_s"] for record in records[1:]), initial=first))
+            losses = [record["loss"] for record in records]
+        else:
+            found = json.loads((place / "result.json").read_text(encoding="utf-8"))
+            offset = found["first_step_time"] - found["step_ends"][0]
+            ends, losses = [end + offset for end in found["step_ends"]], found["losses"]
         shutil.rmtree(place)
-        return self._trained(ran, found["first_step_time"], seconds, found["losses"])
+        return Steps(ends, losses)
 
     def check_same(self, ours: list[Trained], theirs: list[Trained]) -> None:
         """Raises BenchError unless all runs had the same losses, and ranks of both sides the same environment."""
@@ -131,19 +221,9 @@ class Sides:
                 if not math.isclose(mine, its, rel_tol=self.other.loss_relative):
                     raise BenchError(f"pair {number}, step {step}: loss {mine!r} here, {its!r} of {self.other.name}")
 
-    def _run(self, side: str, argv: list[str]) -> Ran:
-        """One run; at a side's first, rank 0's environment is noted."""
-        watch = (WORKER if side == "ours" else self.other.script) if side not in self.rank_environments else None
-        environment = self.environment if side == "ours" else rank_environment(self.plan, self.environment)
-        ran = run_to_end(argv, self.folder / f"{side}.log", environment, watch)
-        if watch is not None:
-            self.rank_environments[side] = ran.rank_environment
-        return ran
-
-    def _trained(self, ran: Ran, first_step_time: float, seconds: float, losses: list[float]) -> Trained:
-        config, timed = self.plan.config, len(losses) - self.skip
-        tokens = timed * self.plan.batch.global_batch_size * config.train.sequence_length
-        return Trained(first_step_time - ran.started, tokens / seconds, losses)
+    def _trained(self, first_step_s: float, counted: int, seconds: float, losses: list[float]) -> Trained:
+        tokens = counted * self.plan.batch.global_batch_size * self.plan.config.train.sequence_length
+        return Trained(first_step_s, tokens / seconds, losses)
 
 
 def _subject(plan: Plan) -> list[Any]:

@@ -63,19 +63,24 @@ def run_to_end(argv: list[str], log: Path, environment: dict[str, str], watch: P
             argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            seen = _rank_environment(process, watch) if watch is not None else None
+            seen = environment_of_rank(process, watch) if watch is not None else None
             code = process.wait(TIMEOUT_S)
         except BaseException:
             kill_tree(process)
             raise
         seconds = time.perf_counter() - clock
-    if code:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        raise BenchError("\n  | ".join([f"exit code {code} of {' '.join(argv)}", *lines]))
+    check_code(code, argv, log)
     return Ran(started, seconds, seen)
 
 
-def _rank_environment(process: subprocess.Popen[bytes], script: Path) -> dict[str, str] | None:
+def check_code(code: int, argv: list[str], log: Path) -> None:
+    """Raises BenchError with the last lines of `log` unless `argv` ended well."""
+    if code:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        raise BenchError("\n  | ".join([f"exit code {code} of {' '.join(argv)}", *lines]))
+
+
+def environment_of_rank(process: subprocess.Popen[bytes], script: Path) -> dict[str, str] | None:
     """Environment of the descendant that runs `script` as rank 0; None when `process` ended before there was one."""
     top = psutil.Process(process.pid)
     while process.poll() is None:

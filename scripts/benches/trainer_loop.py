@@ -48,10 +48,14 @@ class Rows:
 
 
 class Clock(TrainerCallback):
-    """When each optimizer step ended; the accelerator is waited for at three of them only."""
+    """When each optimizer step ended; the accelerator is waited for at three of them only.
 
-    def __init__(self, waits: set[int]) -> None:
-        self.waits = waits
+    `warm`: the file that says that the first `skip` steps are over.
+    """
+
+    def __init__(self, skip: int, steps: int, warm: Path) -> None:
+        self.skip, self.warm = skip, warm
+        self.waits = {0, skip - 1, steps - 1}
         self.step_ends: list[float] = []
         self.first_step_time = 0.0
 
@@ -60,6 +64,8 @@ class Clock(TrainerCallback):
             get_accelerator().synchronize()
         self.step_ends.append(time.perf_counter())
         self.first_step_time = self.first_step_time or time.time()
+        if len(self.step_ends) == self.skip:
+            self.warm.touch()
 
 
 class Noting(Trainer):
@@ -112,7 +118,7 @@ def main(request_file: Path) -> None:
     device = torch.device(get_accelerator().device_name(local_rank))
     get_accelerator().set_device(local_rank)
     model = build_model(plan, Ranks(rank, local_rank, world_size, device))
-    clock = Clock({0, request["skip"] - 1, steps - 1})
+    clock = Clock(request["skip"], steps, Path(request["warm"]))
     trainer = Noting(
         model=model, args=arguments_of(plan), train_dataset=Rows(plan, Path(request["corpus"])), callbacks=[clock]
     )
