@@ -39,17 +39,20 @@ class Started:
 
 
 def alternate(starts: Mapping[str, Callable[[], Started]], window_s: float) -> dict[str, list[Window]]:
-    """Runs all to their ends; when each had the machine to itself, in seconds since the epoch, once all were warm.
+    """Runs all to their ends; when each had the machine to itself, in seconds since the epoch.
 
-    Raises BenchError with the last lines of one that fails.
+    They are started one after the other, and take turns of `window_s` once all are warm, until one has ended. Raises
+    BenchError with the last lines of one that fails.
     """
     windows: dict[str, list[Window]] = {name: [] for name in starts}
     started: dict[str, Started] = {}
     try:
         for name, start in starts.items():
+            opened = time.time()
             started[name] = start()
             while started[name].lives and not started[name].warm():
                 time.sleep(POLL_S)
+            windows[name].append((opened, time.time()))
             _signal(started[name].process, "suspend")
         names = list(starts)
         while all(each.lives for each in started.values()):
