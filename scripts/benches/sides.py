@@ -13,7 +13,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from benches.alternate import Started, alternate, within
 from benches.group import ask_plan, rank_command, rank_environment
 from benches.request import BenchError, with_defaults
-from benches.timing import Ran, base_environment, environment_of_rank, run_to_end
+from benches.timing import Ran, base_environment, environment_of_rank, launched, run_to_end
 from launcher.command import ROOT, WORKER
 from launcher.errors import UserError, format_problems
 from launcher.plan import Plan, read_plan
@@ -115,19 +114,10 @@ class Sides:
         `first`: the side that is started first. Only steps that lie whole within such a time count.
         """
         order = ["ours", "peer"] if first == "ours" else ["peer", "ours"]
-        began: dict[str, float] = {}
 
         def start(side: str) -> Started:
-            began[side] = time.time()
             argv, log = self._ready(side), self.folder / f"{side}.log"
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    argv,
-                    env=self._environment(side),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            process = launched(argv, log, self._environment(side))
             return Started(process, argv, log, lambda: self._warm(side, process))
 
         windows = alternate({side: functools.partial(start, side) for side in order}, window_s)
@@ -137,7 +127,8 @@ class Sides:
             seconds = within(steps.ends[self.skip - 1 :], windows[side])
             if not seconds:
                 raise BenchError(f"no step of {side} lies within {window_s:g} s: a longer window, or more steps")
-            trained[side] = self._trained(steps.ends[0] - began[side], len(seconds), sum(seconds), steps.losses)
+            began = windows[side][0][0]
+            trained[side] = self._trained(steps.ends[0] - began, len(seconds), sum(seconds), steps.losses)
         return trained
 
     def _alone(self, side: str) -> Trained:
@@ -174,15 +165,13 @@ class Sides:
         return self.peer_command(RunDir(place), request)
 
     def _warm(self, side: str, process: subprocess.Popen[bytes]) -> bool:
-        """Whether the steps that do not count are over; rank 0's environment is noted then."""
+        """Whether the steps that do not count are over; at a side's first run, rank 0's environment is noted."""
+        if side not in self.rank_environments:
+            self.rank_environments[side] = environment_of_rank(process, self._script(side))
         if side == "ours":
             metrics = RunDir(self.folder / side).metrics
-            warm = metrics.exists() and metrics.read_bytes().count(b"\n") >= self.skip
-        else:
-            warm = (self.folder / side / "warm").exists()
-        if warm and side not in self.rank_environments:
-            self.rank_environments[side] = environment_of_rank(process, self._script(side))
-        return warm
+            return metrics.exists() and metrics.read_bytes().count(b"\n") >= self.skip
+        return (self.folder / side / "warm").exists()
 
     def _steps(self, side: str) -> Steps:
         """What the finished run of a side left, which is removed."""

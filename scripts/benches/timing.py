@@ -57,20 +57,25 @@ def run_to_end(argv: list[str], log: Path, environment: dict[str, str], watch: P
 
     `watch`: script of the ranks below it, of which the environment of rank 0 is wanted (this costs a little time).
     """
-    with log.open("wb") as output:
-        started, clock = time.time(), time.perf_counter()
-        process = subprocess.Popen(
-            argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            seen = environment_of_rank(process, watch) if watch is not None else None
-            code = process.wait(TIMEOUT_S)
-        except BaseException:
-            kill_tree(process)
-            raise
-        seconds = time.perf_counter() - clock
+    started, clock = time.time(), time.perf_counter()
+    process = launched(argv, log, environment)
+    try:
+        seen = environment_of_rank(process, watch) if watch is not None else None
+        code = process.wait(TIMEOUT_S)
+    except BaseException:
+        kill_tree(process)
+        raise
+    seconds = time.perf_counter() - clock
     check_code(code, argv, log)
     return Ran(started, seconds, seen)
+
+
+def launched(argv: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """`argv`, started with its output in `log`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
 
 
 def check_code(code: int, argv: list[str], log: Path) -> None:
