@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import render
-from launcher.cluster.preflight import FAIL, WARN, Finding, judge, request, room_needed
+from launcher.cluster.preflight import FAIL, WARN, Finding, judge, needs_cpu_fp16, precision, request, room_needed
 from launcher.errors import EXIT_PREFLIGHT, Problem, UserError
 from launcher.onhost import probe
 from launcher.plan import Plan
@@ -54,6 +54,13 @@ def refuse_small_disk(plan: Plan, run: RunDir) -> None:
             problems.append(Problem(where, got, f"the run would end at a full {folder}", "make room, or keep less"))
     if problems:
         raise UserError(*problems, code=EXIT_PREFLIGHT)
+
+
+def refuse_precision(plan: Plan) -> None:
+    """The same for the CPU of this machine: raises UserError when it does not compute in the plan's precision."""
+    host = plan.cluster.hosts[0]
+    facts = {"cpu_fp16": probe.seen(probe.cpu_fp16, {"cpu_fp16": needs_cpu_fp16(plan)})}
+    refuse_failed([Finding(host.name, "precision", *found) for found in precision(plan, host, {}, facts)])
 
 
 def refuse_failed(findings: list[Finding]) -> None:

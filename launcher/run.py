@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import attempts, compose, env, render
-from launcher.check import before_launch, preflight, refuse_failed, refuse_small_disk
+from launcher.check import before_launch, preflight, refuse_failed, refuse_precision, refuse_small_disk
 from launcher.cluster.filters import spec
 from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
 from launcher.command import (
@@ -120,6 +120,7 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
     if not plan.cluster.local and plan.config.cluster.preflight:
         before_launch(plan, run, *_rendezvous(plan))
     elif plan.cluster.local:
+        refuse_precision(plan)
         refuse_small_disk(plan, run)
     _prepare_data(plan)
     _build_operators(plan)

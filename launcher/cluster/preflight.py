@@ -83,12 +83,18 @@ def request(plan: Plan, host: Host, run: RunDir, token_file: Path, address: str 
         "files": files,
         "token_file": str(token_file),
         "accelerator": plan.cluster.accelerator,
+        "cpu_fp16": needs_cpu_fp16(plan),
         "master_addr": address,
         "master_port": port,
         "is_master": host == plan.cluster.hosts[0],
         "extensions": plan.env.get("TORCH_EXTENSIONS_DIR", ""),
         "operators": {name: f"{OPERATOR_FILES[name]}/*.so" for name in needed_operators(plan)},
     }
+
+
+def needs_cpu_fp16(plan: Plan) -> bool:
+    """Whether ranks of `plan` would compute in fp16 on a CPU."""
+    return plan.cluster.accelerator == "cpu" and plan.precision == "fp16"
 
 
 def judge(plan: Plan, here: dict[str, Any], answers: list[Answer], token: str) -> list[Finding]:
@@ -275,6 +281,18 @@ def accelerators(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, 
     return found or [(OK, f"{len(cards)} x {'/'.join(sorted(names))}, driver {'/'.join(sorted(drivers))}", "", "")]
 
 
+def precision(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
+    able = facts["cpu_fp16"]
+    if able is None:
+        return []
+    if isinstance(able, dict):
+        return [(WARN, able["error"], "whether its CPU computes in fp16 is not known", "")]
+    if able:
+        return [(OK, "its CPU computes in fp16", "", "")]
+    why = "DeepSpeed refuses fp16 on a CPU that does not compute in it (AVX512-FP16)"
+    return [(FAIL, "fp16 on a CPU without it", why, "use precision=bf16 or precision=fp32")]
+
+
 def rendezvous(plan: Plan, host: Host, here: dict[str, Any], facts: dict[str, Any]) -> Found:
     if facts.get("listens") is not None:
         if facts["listens"]["ok"]:
@@ -362,6 +380,7 @@ CHECKS = (
     folders,
     missing_files,
     accelerators,
+    precision,
     rendezvous,
     interface,
     limits,

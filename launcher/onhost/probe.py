@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 Request = dict[str, Any]
@@ -27,6 +28,7 @@ MARK = "@zerolaunch "  # login scripts may print around us
 CONNECT_S = 3.0
 LISTEN_S = 60.0
 TOOL_S = 10.0
+IMPORT_S = 15.0  # of torch, from a slow file system; less than a host may take to answer (check.timeout_s)
 
 
 def main(request: Request) -> None:
@@ -35,10 +37,7 @@ def main(request: Request) -> None:
     facts: dict[str, Any] = {}
     listener = listen(request["master_port"]) if request["is_master"] else None
     for name, look in LOOKS.items():
-        try:
-            facts[name] = look(request)
-        except Exception as error:  # a look that fails is a finding about the host, not the end of the probe
-            facts[name] = {"error": f"{type(error).__name__}: {error}"}
+        facts[name] = seen(look, request)
     if listener is not None:
         facts["listens"] = listener
     say(facts)
@@ -47,6 +46,14 @@ def main(request: Request) -> None:
         watchdog.daemon = True
         watchdog.start()
         sys.stdin.read()
+
+
+def seen(look: Callable[[Request], Any], request: Request) -> Any:
+    """What `look` found; {"error"} where it failed: a finding about the host, not the end of the probe."""
+    try:
+        return look(request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def say(value: Any) -> None:
@@ -236,6 +243,18 @@ def memory(request: Request) -> int | None:
     return None
 
 
+def cpu_fp16(request: Request) -> bool | None:
+    """Whether torch computes in fp16 on this CPU, by torch's own answer, which DeepSpeed heeds; null: nobody asks."""
+    if not request["cpu_fp16"]:
+        return None
+    asked = "import torch; print(torch.ops.mkldnn._is_mkldnn_fp16_supported())"
+    answer = subprocess.run([sys.executable, "-c", asked], capture_output=True, timeout=IMPORT_S)
+    said = answer.stdout.decode(errors="replace").strip()
+    if said not in ("True", "False"):
+        raise RuntimeError(answer.stderr.decode(errors="replace").strip()[-200:])
+    return said == "True"
+
+
 def operators(request: Request) -> dict[str, Any]:
     """Which compiled DeepSpeed operators are there, and whether the others could be compiled."""
     missing = [
@@ -262,6 +281,7 @@ LOOKS = {
     "gpus": gpus,
     "limits": limits,
     "memory": memory,
+    "cpu_fp16": cpu_fp16,
     "operators": operators,
     "master": master,
 }

@@ -45,6 +45,7 @@ FINE: dict[str, Any] = {
     "gpus": [GPU | {"index": index} for index in range(4)],
     "limits": {"open_files": 65536, "locked_bytes": -1, "shm_free_bytes": 10**11},
     "memory": 10**12,
+    "cpu_fp16": None,
     "operators": {"missing": [], "tools_missing": []},
     "master": {"ok": True, "address": "10.0.0.1"},
 }
@@ -198,6 +199,31 @@ def test_on_cpu_a_name_that_leads_to_loopback_is_found(two_hosts: tuple[str, ...
     assert findings(plan) == []
     [finding] = findings(plan, assign("own_address", "127.0.1.1"))
     assert (finding.host, finding.check, finding.status) == ("beta", "own_name", FAIL)
+
+
+@pytest.mark.parametrize(
+    ("able", "status"), [(True, None), (False, FAIL), ({"error": "TimeoutExpired: 15 s"}, WARN), (None, None)]
+)
+def test_a_cpu_that_does_not_compute_in_fp16_is_found(
+    two_hosts: tuple[str, ...], able: bool | dict[str, str] | None, status: str | None
+) -> None:
+    """DeepSpeed says so on the ranks, once the model is built."""
+    plan = planned(*two_hosts[:2], "cluster.accelerator=cpu", "precision=fp16")
+    found = [(finding.host, finding.check, finding.status) for finding in findings(plan, assign("cpu_fp16", able))]
+    assert found == ([("beta", "precision", status)] if status else [])
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "asked"),
+    [("cpu", "fp16", True), ("cpu", "bf16", False), ("cuda", "fp16", False)],
+)
+def test_torch_is_asked_for_fp16_only_where_a_cpu_would_compute_in_it(
+    two_hosts: tuple[str, ...], tmp_path: Path, accelerator: str, precision: str, asked: bool
+) -> None:
+    plan = planned(*two_hosts[:2], f"cluster.accelerator={accelerator}", f"precision={precision}", "zero=stage2")
+    found = request(plan, plan.cluster.hosts[0], RunDir(tmp_path / "run"), tmp_path / "token", None, 0)
+    assert found["cpu_fp16"] is asked
+    assert asked or probe.cpu_fp16(found) is None
 
 
 def test_two_names_of_one_machine_are_found(gpus: Plan) -> None:

@@ -41,6 +41,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402, F401 - transformers imports a family at its first use
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
 
 from launcher.plan import Plan  # noqa: E402
@@ -61,7 +62,8 @@ def main() -> None:
     answer_to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print on stdout; answers must be alone there
     torch.set_num_threads(1)
-    answer_to.write(json.dumps({"operators": load_operators()}) + "\n")
+    fp16 = get_accelerator().is_fp16_supported() is True
+    answer_to.write(json.dumps({"operators": load_operators(), "fp16": fp16}) + "\n")
     answer_to.flush()
     gc.freeze()  # DeepSpeed collects at stage 3: a rank would visit, and so copy, all of what it inherits
     for line in sys.stdin:

@@ -75,7 +75,16 @@ class Engines:
             stderr=log.open("w"),
             text=True,
         )
-        self.operators: list[str] = self._answer()["operators"]
+        ready = self._answer()
+        self.operators: list[str] = ready["operators"]
+        self.fp16: bool = ready["fp16"]
+        """Whether this CPU computes in it: one without AVX512-FP16 does not, and DeepSpeed refuses it there."""
+
+    def lacks(self, plan: Plan) -> str | None:
+        """What this machine lacks for the engine of `plan`, else None."""
+        if (operator := missing_operator(plan, self.operators)) is not None:
+            return f"the operator {operator} is not compiled here"
+        return "this CPU does not compute in fp16" if plan.precision == "fp16" and not self.fp16 else None
 
     def run(
         self,

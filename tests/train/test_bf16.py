@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.asking import planned
-from tests.train.engines import Engines, missing_operator, request
+from tests.train.engines import Engines, request
 
 pytestmark = pytest.mark.train
 STEPS = 20
@@ -25,8 +25,8 @@ def curve(engines: Engines, zero: str, accumulation: int) -> list[float]:
             f"train.gradient_accumulation_steps={accumulation}",
         )
     )
-    if (absent := missing_operator(plan, engines.operators)) is not None:
-        pytest.skip(f"the operator {absent} is not compiled here")
+    if (lacking := engines.lacks(plan)) is not None:
+        pytest.skip(lacking)
     answer = engines.run(plan, STEPS)
     assert "error" not in answer, answer
     assert answer["effective"]["parameter_dtypes"] == ["bfloat16"]

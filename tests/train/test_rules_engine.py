@@ -16,7 +16,7 @@ import pytest
 
 from launcher.rules import RULES
 from tests.plan.asking import broken_rules, planned
-from tests.train.engines import GPT2, LLAMA, Engines, missing_operator, request, unjudged
+from tests.train.engines import GPT2, LLAMA, Engines, request, unjudged
 
 pytestmark = pytest.mark.train
 
@@ -518,9 +518,8 @@ def test_the_engine_shows_why_the_rule_refuses(proof: Proof, engines: Engines, t
     )
     assert broken_rules(*refused) == [*proof.also, proof.rule]
     plan = planned(*accepted)
-    absent = missing_operator(plan, engines.operators)
-    if absent:
-        pytest.skip(f"the operator {absent} is not compiled here")
+    if (lacking := engines.lacks(plan)) is not None:
+        pytest.skip(lacking)
     good = answer(engines, plan, proof, tmp_path / "accepted")
     assert "error" not in good, good["error"] + good["log"]
     assert good["ignored"] == []
