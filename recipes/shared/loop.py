@@ -28,6 +28,7 @@ from recipes.shared.losses import Batch, Objective
 from recipes.shared.metrics import Metrics, record_compute_speed
 from recipes.shared.own_losses import terms_of
 from recipes.shared.parts import Parts
+from recipes.shared.resident import fetch_at_once, nothing_is_partitioned
 from recipes.shared.state import TrainState
 
 
@@ -94,6 +95,8 @@ class Steps:
         config = self.state.plan.config
         self.parts = Parts(self.state.engine, config.parameters.norms)
         self.average = averaging(self.state.engine, config.ema.decay)
+        if nothing_is_partitioned(self.state.engine):
+            fetch_at_once(self.state.engine)
         say(self.state.run, "training")
         self.metrics.start()
 

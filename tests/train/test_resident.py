@@ -1,0 +1,69 @@
+"""A model that stage 3 never partitions trains alike without DeepSpeed's hooks on its modules, whatever is gathered.
+
+Run by pytest; ranks are those of engine_server.py, what they do is in resident_ranks.py.
+Must never compare with a curve that has no step of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.plan.asking import planned
+from tests.train.engines import Engines, request
+
+pytestmark = pytest.mark.train
+PERSISTENCE = "deepspeed.zero_optimization.stage3_param_persistence_threshold"
+SAME = {"rel": 1e-5}  # gradients of one activation are added up in another order
+
+
+def asked(engines: Engines, function: str, *overrides: str, at_once: bool, **case: Any) -> dict[str, Any]:
+    """The answer of `function` for the tiny model at stage 3."""
+    plan = planned(*request("zero=stage3", "deepspeed.optimizer.params.lr=0.01", *overrides))
+    case |= {"plan": plan.to_json(), "at_once": at_once}
+    answer = engines.call(f"tests.train.resident_ranks:{function}", plan.world_size, **case)
+    assert "error" not in answer, answer["error"] + answer["log"]
+    return answer
+
+
+@pytest.mark.parametrize("activation", ["none", "full"])
+def test_it_trains_alike_and_only_the_model_as_a_whole_has_hooks(engines: Engines, activation: str) -> None:
+    overrides = [f"activation={activation}"]
+    hooked = asked(engines, "train", *overrides, at_once=False, partitioned=False)
+    at_once = asked(engines, "train", *overrides, at_once=True, partitioned=False)
+    whole, inside = hooked["hooks"]
+    assert at_once["hooks"] == [whole, inside - 2 * hooked["inside"]]
+    assert at_once["losses"] == pytest.approx(hooked["losses"], **SAME)
+    assert at_once["norms"] == pytest.approx(hooked["norms"], **SAME)
+    assert at_once["losses"][-1] != at_once["losses"][0] and all(at_once["whole"])
+
+
+def test_what_is_partitioned_between_forward_and_backward_is_fetched_again(engines: Engines) -> None:
+    quiet = asked(engines, "train", at_once=True, partitioned=False)
+    disturbed = asked(engines, "train", at_once=True, partitioned=True)
+    assert disturbed["losses"] == quiet["losses"] and disturbed["norms"] == quiet["norms"]
+
+
+def test_a_module_inside_may_be_called_by_itself(engines: Engines) -> None:
+    hooked = asked(engines, "called_alone", at_once=False)["found"]
+    at_once = asked(engines, "called_alone", at_once=True)["found"]
+    assert at_once[0] == hooked[0]
+    assert at_once[1] == pytest.approx(hooked[1], **SAME) and at_once[1] != at_once[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "partitioned"),
+    [
+        ([], False),
+        ([f"{PERSISTENCE}=1000"], True),
+        (["deepspeed.zero_optimization.stage3_model_persistence_threshold=5000"], True),
+        (["offload=cpu_all"], True),
+    ],
+    ids=["short parameters", "a longer one", "more than the model may keep", "parameters on the host"],
+)
+def test_one_parameter_that_is_partitioned_keeps_every_hook(
+    engines: Engines, overrides: list[str], partitioned: bool
+) -> None:
+    answer = asked(engines, "train", *overrides, at_once=False, partitioned=False)
+    assert answer["partitioned"] is partitioned
