@@ -36,10 +36,9 @@ from launcher.command import (
 )
 from launcher.errors import EXIT_OK, EXIT_PREFLIGHT, EXIT_TRAINING, Problem, UserError, raise_if
 from launcher.leftovers import end_on_hosts
-from launcher.onhost import secrets
 from launcher.plan import ModelFacts, Plan, build_plan, installed_versions
 from launcher.profiled import keep
-from launcher.remote import Reach, run_script
+from launcher.rendezvous import rendezvous, secrets_on_hosts
 from launcher.resume import changed_layout, rebatched
 from launcher.rundir import (
     RunDir,
@@ -52,7 +51,6 @@ from launcher.rundir import (
 from launcher.schema import RecipeSection, RunConfig
 from launcher.supervise import Ending, Job, supervise
 
-SECRETS = Path(secrets.__file__)
 RESTARTED = ("killed", "peer", "stall", "launcher")  # kinds of failure that another attempt may not meet
 COLLECTIVE_LIMIT_S = 180.0  # starting Python with torch on every host takes most of it
 Ask = Callable[[dict[str, Any]], dict[str, Any]]  # a job: the request in, its answer out
@@ -72,7 +70,7 @@ class Outcome:
 def check(plan: Plan, overrides: list[str]) -> Outcome:
     """`mode=check`: every host is looked at, then all ranks meet in a short collective. Starts and keeps nothing."""
     run = _run_folder(plan.config)
-    address, port = _rendezvous(plan)
+    address, port = rendezvous(plan)
     findings = preflight(plan, run, address, port)
     measured = None
     if not failed(findings) and plan.config.check.collective:
@@ -118,7 +116,7 @@ def train(plan: Plan, overrides: list[str], sources: dict[str, str]) -> Outcome:
             _refuse_existing(run)
         check_writable(run.path)
     if not plan.cluster.local and plan.config.cluster.preflight:
-        before_launch(plan, run, *_rendezvous(plan))
+        before_launch(plan, run, *rendezvous(plan))
     elif plan.cluster.local:
         refuse_precision(plan)
         refuse_small_disk(plan, run)
@@ -295,12 +293,12 @@ def _restarted(run: RunDir, plan: Plan, ending: Ending, left: int) -> Plan | Non
     try:
         newest = whole_checkpoint(run)
         if not plan.cluster.local and plan.config.cluster.preflight:
-            findings = preflight(plan, run, *_rendezvous(plan))
+            findings = preflight(plan, run, *rendezvous(plan))
             lost = {found.host for found in findings if found.status == FAIL and found.check == "reachable"}
             if lost and len(lost) < len(plan.cluster.hosts):
                 render.note(f"going on without {', '.join(sorted(lost))}")
                 plan = _without(plan, lost, newest["manifest"])
-                before_launch(plan, run, *_rendezvous(plan))
+                before_launch(plan, run, *rendezvous(plan))
             else:
                 refuse_failed(findings)
     except UserError as error:
@@ -329,7 +327,7 @@ def _execute(
     limit_s: float | None = None,
 ) -> Ending:
     """Runs the plan's recipe on all its ranks, through the `deepspeed` front-end, to its end."""
-    address, port = _rendezvous(plan)
+    address, port = rendezvous(plan)
     local, launcher = plan.cluster.local, plan.config.cluster.launcher
     write_json(run.rendezvous, {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": port})
     job = Job(
@@ -344,43 +342,10 @@ def _execute(
         limit_s,
     )
     try:
-        with _secrets_on_hosts(run, plan):
+        with secrets_on_hosts(run, plan):
             return supervise(job, on_metrics, on_status)
     finally:
         drop_shared_memory(port)
-
-
-def _rendezvous(plan: Plan) -> tuple[str | None, int]:
-    """Address and port at which the ranks meet."""
-    port = plan.config.cluster.master_port or _free_port()
-    return (None if plan.cluster.local else _master_address(plan)), port
-
-
-@contextlib.contextmanager
-def _secrets_on_hosts(run: RunDir, plan: Plan) -> Iterator[None]:
-    """Puts this shell's secrets where the ranks of other hosts find them, for as long as the block runs.
-
-    Ranks on this machine alone inherit them. Elsewhere: a file in each host's memory for each rank, 0600, which the
-    rank removes when it has read it.
-    """
-    values = env.secrets()
-    if plan.cluster.local or not values:
-        yield
-        return
-    first, requests = 0, []
-    for host in plan.cluster.hosts:
-        ranks = range(first, first + len(host.slots))
-        requests.append({"files": [str(run.secrets(rank)) for rank in ranks], "values": values})
-        first += len(host.slots)
-    names = [host.name for host in plan.cluster.hosts]
-    answers = run_script(
-        Reach(plan.config.cluster, False), names, SECRETS, requests, plan.config.check.timeout_s, answers=1
-    )
-    lost = [
-        Problem(a.host, a.error, "it could not be given its secrets", "see mode=check") for a in answers if not a.facts
-    ]
-    raise_if(lost, EXIT_PREFLIGHT)
-    yield
 
 
 def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -406,29 +371,6 @@ def _measure_collective(plan: Plan, run: RunDir) -> tuple[dict[str, Any] | None,
         return None, [Finding(host, "collective", FAIL, got, why, fix)]
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
-
-
-def _master_address(plan: Plan) -> str:
-    if plan.config.cluster.master_addr:
-        return plan.config.cluster.master_addr
-    first = plan.cluster.hosts[0].name
-    try:
-        return socket.getaddrinfo(first, None, socket.AF_INET)[0][4][0].__str__()
-    except OSError as error:
-        raise UserError(
-            Problem(
-                "cluster.master_addr",
-                "nothing",
-                f"the first host, {first}, does not resolve to an address here ({error})",
-                "give cluster.master_addr=ADDRESS as the other hosts reach it",
-            )
-        ) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _provenance(sources: dict[str, str]) -> dict[str, Any]:

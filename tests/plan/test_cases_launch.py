@@ -20,7 +20,7 @@ from launcher.cluster import value
 from launcher.cluster.value import resolve
 from launcher.command import WORKER, deepspeed_command
 from launcher.errors import UserError
-from launcher.run import _free_port, _master_address
+from launcher.rendezvous import free_port, master_address
 from launcher.rundir import RunDir
 from tests.plan.asking import ROOT, composed, planned
 
@@ -41,8 +41,8 @@ def test_the_card_of_this_shell_is_the_one_that_is_used(monkeypatch: pytest.Monk
 
 def test_two_jobs_of_one_host_do_not_share_a_port() -> None:
     with socket.socket() as taken:
-        taken.bind(("", _free_port()))
-        assert _free_port() != taken.getsockname()[1]
+        taken.bind(("", free_port()))
+        assert free_port() != taken.getsockname()[1]
 
 
 def test_cards_of_this_shell_mean_nothing_on_other_hosts(
@@ -106,8 +106,8 @@ def test_a_first_host_without_an_address_is_asked_for_one(
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError) as caught:
-        _master_address(planned(*two_hosts, "zero=stage2"))
+        master_address(planned(*two_hosts, "zero=stage2"))
     [problem] = caught.value.problems
     assert problem.where == "cluster.master_addr" and "alpha" in problem.why and "Name or service" in problem.why
     given = planned(*two_hosts, "zero=stage2", "cluster.master_addr=10.1.2.3")
-    assert _master_address(given) == "10.1.2.3"
+    assert master_address(given) == "10.1.2.3"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.env import extensions_dir
-from launcher.run import _free_port
+from launcher.rendezvous import free_port
 from tests.train.running import ROOT
 
 MODELS = ("llama_tied", "llama_untied", "gpt2", "qwen2", "mixtral", "t5", "hostile")
@@ -21,7 +21,7 @@ MODELS = ("llama_tied", "llama_untied", "gpt2", "qwen2", "mixtral", "t5", "hosti
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
     """What tests/train/construct_worker.py found on each of two ranks."""
     folder = tmp_path_factory.mktemp("construct")
-    port = str(_free_port())
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "train" / "construct_worker.py"), str(folder / f"{rank}.json")],
