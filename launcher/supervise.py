@@ -14,10 +14,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from launcher import marks
 from launcher.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, EXIT_TRAINING, Failure
 from launcher.follow import Changes, Tail
 from launcher.rundir import RunDir, read_json, try_write, write_text
@@ -63,15 +63,9 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
     `on_metrics` gets every object of metrics.jsonl, `on_status` every change of what the workers do, and findings.
     Exit code: 0 when rank 0 wrote its result, 130/143 when it was stopped by a signal to us, else 5.
     """
-    run, tail, status = job.run, Tail(job.run.metrics), ""
-    records, marks = Changes(job.run.metrics), Changes(job.run.control)
-    first: Failure | None = None
-    out_of_reach: dict[str, str] = {}
-    stopped: int | None = None
-    finished = aborted = left_alone = False
-    watchdog = Watchdog(run, job.rank_hosts, job.watch)
-    watchdog.beat()
+    run = job.run
     with run.launcher_log.open("ab") as log, _signals() as received:
+        watched = _Watched(job, received, on_metrics, on_status)
         process = subprocess.Popen(
             job.argv,
             env=job.environment,
@@ -81,57 +75,16 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        deadline: float | None = None
-        latest = None if job.limit_s is None else time.monotonic() + job.limit_s
         try:
-            while process.poll() is None or (first is None and _ranks_live(run, job, watchdog)):
-                time.sleep(POLL_S)
-                watchdog.beat()
-                ended = process.poll() is not None
-                if records.any() or ended:
-                    for record in tail.read():
-                        on_metrics(record)
-                        _tell(watchdog.step(record), on_status)
-                marked = marks.any() or ended
-                if marked:
-                    _tell(watchdog.measured(), on_status)
-                    text = (read_json(run.status) or {}).get("text", "")
-                    if text != status:
-                        status = text
-                        on_status(text)
-                if received and stopped is None:
-                    stopped = received[0]
-                    try_write(write_text, run.stop_request, signal.Signals(stopped).name)
-                    on_status(f"{signal.Signals(stopped).name}: stopping after this step, with a checkpoint")
-                    deadline = time.monotonic() + job.watch.grace_s
-                if ended and stopped is None and not left_alone and not _finished(run, len(job.rank_hosts)):
-                    left_alone = True
-                    try_write(write_text, run.stop_request, "the deepspeed launcher has ended")
-                    on_status("the deepspeed launcher has ended: stopping after this step, with a checkpoint")
-                    deadline = time.monotonic() + job.watch.grace_s
-                if marked:
-                    first = first or _first_failure(run, job.rank_hosts, job.local)
-                    finished = _finished(run, len(job.rank_hosts))
-                first = first or watchdog.stall()
-                if latest is not None and time.monotonic() > latest and first is None:
-                    first = Failure(None, None, f"no end after {job.limit_s:.0f} s", run.launcher_log, "limit")
-                if first is not None and not aborted:
-                    aborted = True
-                    deadline = time.monotonic() + ABORT_GRACE_S
-                    try_write(write_text, run.abort_request, first.message)
-                finished = finished and first is None
-                if finished and deadline is None:
-                    deadline = time.monotonic() + (FRONT_END_GRACE_S if job.local else FRONT_END_REMOTE_GRACE_S)
-                if len(received) > 1 or (deadline is not None and time.monotonic() > deadline):
-                    break
+            watched.follow(process)
         finally:
-            ended_well = _end_group(process, run, finished)
-            lost = None if ended_well else _lost_rank(run, job.rank_hosts)
-            out_of_reach = {} if ended_well else job.end_on_hosts()
-        for record in tail.read():
-            on_metrics(record)
+            in_order = _end_group(process, run, watched.finished)
+            lost = None if in_order else marks.lost_rank(run, job.rank_hosts)
+            out_of_reach = {} if in_order else job.end_on_hosts()
+        watched.last_records()
+    first = watched.failure
     if first is None or first.kind == "peer":
-        first = _recorded_failure(run) or first
+        first = marks.recorded_failure(run) or first
     if not run.result.exists() and (first is None or first.kind == "peer"):
         first = lost or first
     if first is not None and shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
@@ -140,12 +93,111 @@ def supervise(job: Job, on_metrics: Callable[[dict[str, Any]], None], on_status:
         host, seen = next(iter(out_of_reach.items()))
         first.message += f". {', '.join(out_of_reach)} cannot be reached: {seen}"
         first.host = host if first.kind in ("stall", "peer", "launcher") else first.host
-    return _ending(process.returncode, first, stopped, run)
+    return _ending(process.returncode, first, watched.stopped, run)
 
 
-def _tell(text: str | None, on_status: Callable[[str], None]) -> None:
-    if text is not None:
-        on_status(text)
+class _Watched:
+    """A job while it runs: what is known of it, and when the wait for it is over. Made before it is started."""
+
+    def __init__(
+        self,
+        job: Job,
+        received: list[int],
+        on_metrics: Callable[[dict[str, Any]], None],
+        on_status: Callable[[str], None],
+    ) -> None:
+        self.job, self.run, self.received = job, job.run, received
+        self.on_metrics, self.on_status = on_metrics, on_status
+        self.tail, self.status = Tail(job.run.metrics), ""
+        self.records, self.changes = Changes(job.run.metrics), Changes(job.run.control)
+        self.watchdog = Watchdog(job.run, job.rank_hosts, job.watch)
+        self.failure: Failure | None = None
+        """The first."""
+        self.stopped: int | None = None
+        """The signal to us that the job was asked to stop for."""
+        self.finished = False
+        """Every rank is done and none has failed."""
+        self.aborted = self.left_alone = False
+        self.deadline: float | None = None
+        self.latest = None if job.limit_s is None else time.monotonic() + job.limit_s
+        self.watchdog.beat()
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Returns once the job has ended, or is not waited for any longer."""
+        while process.poll() is None or (self.failure is None and self._ranks_live()):
+            time.sleep(POLL_S)
+            self.watchdog.beat()
+            ended = process.poll() is not None
+            marked = self.changes.any() or ended
+            if self.records.any() or ended:
+                self._hear()
+            if marked:
+                self._show()
+            self._ask_to_stop(ended)
+            self._judge(marked)
+            if len(self.received) > 1 or (self.deadline is not None and time.monotonic() > self.deadline):
+                return
+
+    def last_records(self) -> None:
+        """What was written up to the end."""
+        for record in self.tail.read():
+            self.on_metrics(record)
+
+    def _ranks_live(self) -> bool:
+        """Whether ranks go on although the front-end has ended: it was killed, and they were not."""
+        if marks.finished(self.run, len(self.job.rank_hosts)):
+            return False
+        if not self.job.local:
+            return self.watchdog.any_rank_beats()
+        return marks.any_process_lives(self.run, len(self.job.rank_hosts))
+
+    def _hear(self) -> None:
+        for record in self.tail.read():
+            self.on_metrics(record)
+            self._tell(self.watchdog.step(record))
+
+    def _show(self) -> None:
+        self._tell(self.watchdog.measured())
+        text = (read_json(self.run.status) or {}).get("text", "")
+        if text != self.status:
+            self.status = text
+            self.on_status(text)
+
+    def _tell(self, text: str | None) -> None:
+        if text is not None:
+            self.on_status(text)
+
+    def _ask_to_stop(self, ended: bool) -> None:
+        """Ranks finish their step and save: at our first signal, and when the front-end (`ended`) has left them."""
+        if self.received and self.stopped is None:
+            self.stopped = self.received[0]
+            self._request_stop(signal.Signals(self.stopped).name)
+        alone = ended and self.stopped is None and not self.left_alone
+        if alone and not marks.finished(self.run, len(self.job.rank_hosts)):
+            self.left_alone = True
+            self._request_stop("the deepspeed launcher has ended")
+
+    def _request_stop(self, why: str) -> None:
+        try_write(write_text, self.run.stop_request, why)
+        self.on_status(f"{why}: stopping after this step, with a checkpoint")
+        self.deadline = time.monotonic() + self.job.watch.grace_s
+
+    def _judge(self, marked: bool) -> None:
+        """Whether the job has failed, and then has it aborted, or is done. `marked`: ranks may have left something."""
+        job, run = self.job, self.run
+        if marked:
+            self.failure = self.failure or marks.first_failure(run, job.rank_hosts, job.local)
+            self.finished = marks.finished(run, len(job.rank_hosts))
+        self.failure = self.failure or self.watchdog.stall()
+        if self.latest is not None and time.monotonic() > self.latest and self.failure is None:
+            self.failure = Failure(None, None, f"no end after {job.limit_s:.0f} s", run.launcher_log, "limit")
+        if self.failure is not None and not self.aborted:
+            self.aborted = True
+            self.deadline = time.monotonic() + ABORT_GRACE_S
+            try_write(write_text, run.abort_request, self.failure.message)
+        self.finished = self.finished and self.failure is None
+        if self.finished and self.deadline is None:
+            self.deadline = time.monotonic() + (FRONT_END_GRACE_S if job.local else FRONT_END_REMOTE_GRACE_S)
 
 
 def _ending(returncode: int | None, first: Failure | None, stopped: int | None, run: RunDir) -> Ending:
@@ -165,75 +217,6 @@ def _ending(returncode: int | None, first: Failure | None, stopped: int | None, 
     if stopped is not None:
         return Ending(EXIT_SIGINT if stopped == signal.SIGINT else EXIT_SIGTERM, first)
     return Ending(EXIT_TRAINING, first)
-
-
-def _first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure | None:
-    """The earliest failure record, else (on this machine) a rank whose process is gone without a result."""
-    recorded = _recorded_failure(run)
-    if (recorded is not None and recorded.kind != "peer") or not local or run.result.exists():
-        return recorded
-    for rank, host in enumerate(rank_hosts):
-        entry = read_json(run.pid(rank))
-        ended = run.failure(rank).exists() or run.done(rank).exists()
-        if entry and not ended and not _alive(int(entry["pid"])):
-            message = f"rank {rank} on {host} was killed (no error of its own)"
-            return Failure(rank, host, message, run.rank_log(host, rank), "killed")
-    return recorded
-
-
-def _recorded_failure(run: RunDir) -> Failure | None:
-    """The earliest record that a failing rank left; records of ranks that only lost a peer count last."""
-    entries = [read_json(path) for path in run.failures()]
-    entries = [entry for entry in entries if entry]
-    if not entries:
-        return None
-    entry = min(entries, key=lambda e: (e.get("kind") == "peer", e["time"]))
-    return Failure(
-        entry["rank"],
-        entry["host"],
-        entry["message"],
-        run.rank_log(entry["host"], entry["rank"]),
-        entry.get("kind", "error"),
-    )
-
-
-def _ranks_live(run: RunDir, job: Job, watchdog: Watchdog) -> bool:
-    """Whether ranks go on although the front-end has ended: it was killed, and they were not."""
-    if _finished(run, len(job.rank_hosts)):
-        return False
-    if not job.local:
-        return watchdog.any_rank_beats()
-    pids = [read_json(run.pid(rank)) for rank in range(len(job.rank_hosts)) if not run.done(rank).exists()]
-    return any(entry and _alive(int(entry["pid"])) for entry in pids)
-
-
-def _lost_rank(run: RunDir, rank_hosts: list[str]) -> Failure | None:
-    """Of the ranks that started and left no word of their end, the one that was heard of least recently."""
-    silent = {}
-    for rank in range(len(rank_hosts)):
-        ended = run.failure(rank).exists() or run.done(rank).exists() or run.left(rank).exists()
-        if run.pid(rank).exists() and not ended:
-            silent[rank] = (read_json(run.heartbeat(rank)) or {}).get("time", 0.0)
-    if not silent:
-        return None
-    rank = min(silent, key=lambda candidate: silent[candidate])
-    host = rank_hosts[rank]
-    message = f"rank {rank} on {host} was killed, or its host was lost (no error of its own)"
-    return Failure(rank, host, message, run.rank_log(host, rank), "killed")
-
-
-def _alive(pid: int) -> bool:
-    """Whether process `pid` of this machine exists and is not a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _finished(run: RunDir, world_size: int) -> bool:
-    """Whether rank 0 has written the result and every rank has come to its end."""
-    return run.result.exists() and len(run.done_ranks()) == world_size
 
 
 def _end_group(process: subprocess.Popen[bytes], run: RunDir, finished: bool) -> bool:
