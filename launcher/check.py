@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import render
-from launcher.cluster.preflight import FAIL, WARN, Finding, judge, needs_cpu_fp16, precision, request, room_needed
+from launcher.cluster.checks import FAIL, WARN, needs_cpu_fp16, precision, room_needed
+from launcher.cluster.preflight import Finding, judge, request
 from launcher.errors import EXIT_PREFLIGHT, Problem, UserError
 from launcher.onhost import probe
 from launcher.plan import Plan

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.audit.scan import Finding as Suspicion
-from launcher.cluster.preflight import FAIL, OK, Finding, failed
+from launcher.cluster.checks import FAIL, OK
+from launcher.cluster.preflight import Finding, failed
 from launcher.ds_config import zero_stage
 from launcher.errors import Failure, Problem, format_problems
 from launcher.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from launcher.cluster.preflight import room_needed
+from launcher.cluster.checks import room_needed
 from launcher.plan import Plan
 from launcher.planner.candidates import Candidate
 from launcher.planner.capacity import needed

@@ -24,8 +24,9 @@ from typing import Any
 
 from launcher import attempts, compose, env, render
 from launcher.check import before_launch, preflight, refuse_failed, refuse_precision, refuse_small_disk
+from launcher.cluster.checks import FAIL
 from launcher.cluster.filters import spec
-from launcher.cluster.preflight import FAIL, Finding, collective_findings, failed
+from launcher.cluster.preflight import Finding, collective_findings, failed
 from launcher.command import (
     ROOT,
     batch_script,

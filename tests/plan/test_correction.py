@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher import profiled
-from launcher.cluster.preflight import room_needed
+from launcher.cluster.checks import room_needed
 from launcher.cluster.value import Cluster, Host
 from launcher.plan import build_plan
 from launcher.planner.capacity import CONTEXT_BYTES, FRAGMENTATION, Machine, capacity_of

@@ -13,19 +13,8 @@ from typing import Any
 
 import pytest
 
-from launcher.cluster.preflight import (
-    FAIL,
-    OK,
-    WARN,
-    Answer,
-    Finding,
-    collective_findings,
-    failed,
-    interface_matches,
-    judge,
-    request,
-    unreachable,
-)
+from launcher.cluster.checks import FAIL, OK, WARN, interface_matches
+from launcher.cluster.preflight import Answer, Finding, collective_findings, failed, judge, request, unreachable
 from launcher.onhost import probe
 from launcher.plan import Plan
 from launcher.rundir import RunDir
