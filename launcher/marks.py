@@ -6,9 +6,8 @@ Must never ask another host: what ranks elsewhere left is in the shared folder t
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from launcher.errors import Failure
+from launcher.processes import start_time
 from launcher.rundir import RunDir, read_json
 
 
@@ -20,7 +19,7 @@ def first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure | 
     for rank, host in enumerate(rank_hosts):
         entry = read_json(run.pid(rank))
         ended = run.failure(rank).exists() or run.done(rank).exists()
-        if entry and not ended and not _alive(int(entry["pid"])):
+        if entry and not ended and start_time(int(entry["pid"])) is None:
             message = f"rank {rank} on {host} was killed (no error of its own)"
             return Failure(rank, host, message, run.rank_log(host, rank), "killed")
     return recorded
@@ -45,7 +44,7 @@ def recorded_failure(run: RunDir) -> Failure | None:
 def any_process_lives(run: RunDir, world_size: int) -> bool:
     """Whether a rank of this machine that has not come to its end is still a process."""
     pids = [read_json(run.pid(rank)) for rank in range(world_size) if not run.done(rank).exists()]
-    return any(entry and _alive(int(entry["pid"])) for entry in pids)
+    return any(entry and start_time(int(entry["pid"])) is not None for entry in pids)
 
 
 def lost_rank(run: RunDir, rank_hosts: list[str]) -> Failure | None:
@@ -66,12 +65,3 @@ def lost_rank(run: RunDir, rank_hosts: list[str]) -> Failure | None:
 def finished(run: RunDir, world_size: int) -> bool:
     """Whether rank 0 has written the result and every rank has come to its end."""
     return run.result.exists() and len(run.done_ranks()) == world_size
-
-
-def _alive(pid: int) -> bool:
-    """Whether process `pid` of this machine exists and is not a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Failure
+from launcher.processes import start_time
 from launcher.rundir import RunDir, overwrite, read_json, try_write, write_text
 from launcher.schema import WatchSection
 
@@ -106,15 +107,6 @@ class Watchdog:
 
     def _limit(self) -> float:
         return self.section.stall_s * (1 if self.stepped else START_FACTOR)
-
-
-def start_time(pid: int) -> str | None:
-    """When process `pid` of this machine was started, in clock ticks since boot; None when there is no live one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def slow_hosts(seconds: list[float], rank_hosts: list[str]) -> str:
