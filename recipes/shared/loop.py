@@ -89,19 +89,21 @@ class Steps:
     def __init__(self, state: TrainState, training: Samples, objective: Objective, metrics: Metrics) -> None:
         self.state, self.training, self.objective, self.metrics = state, training, objective, metrics
         self.stop = StopRequest(state)
+        audit = state.plan.config.audit
+        self.watched = 0 if audit.mode == "off" else audit.steps
+        """Steps that the audit may still see with DeepSpeed's own hooks."""
 
     def begin(self) -> None:
         """Once the engine has what it goes on from. All ranks."""
         config = self.state.plan.config
         self.parts = Parts(self.state.engine, config.parameters.norms)
         self.average = averaging(self.state.engine, config.ema.decay)
-        if nothing_is_partitioned(self.state.engine):
-            fetch_at_once(self.state.engine)
         say(self.state.run, "training")
         self.metrics.start()
 
     def take(self) -> bool:
         """One step, recorded. All ranks; whether any was asked to stop."""
+        self._settle()
         taken = take_step(self.state, self.training, self.objective, self.parts)
         if self.average is not None:
             self.average.update()
@@ -114,6 +116,12 @@ class Steps:
         if measure:
             record_compute_speed(self.state)
         return stopping
+
+    def _settle(self) -> None:
+        """Once the audit has seen its steps, a model of which nothing is partitioned is fetched as a whole."""
+        if self.watched == 0 and nothing_is_partitioned(self.state.engine):
+            fetch_at_once(self.state.engine)
+        self.watched -= 1
 
 
 @dataclass

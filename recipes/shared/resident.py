@@ -1,16 +1,18 @@
 """Takes DeepSpeed's fetching off the modules of a model of which stage 3 partitions nothing.
 
-Used by the train loop, before its first step. No parameter of such a model is longer than
+Used by the train loop, once the audit has seen the first steps. No parameter of such a model is longer than
 stage3_param_persistence_threshold, and each stays whole between steps. DeepSpeed 0.19.8 still runs hooks and autograd
 functions around every module, forward and backward, which find each time that all is there: a tenth of a step on a CPU.
-Must never leave a module without its parameters: whoever partitioned them since, they are whole when it is called.
+Must never change a bit of what is computed, or leave a module without its parameters, whoever partitioned them since.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from torch import nn
 
@@ -30,7 +32,8 @@ def fetch_at_once(engine: Any) -> None:
 
     Between two steps, for a model of which `nothing_is_partitioned`. The model as a whole keeps DeepSpeed's hooks: what
     a GatheredParameters partitioned since, even between forward and backward, is fetched again. A module inside that
-    is called by itself fetches what it lacks.
+    is called by itself fetches what it lacks. The graph keeps a node where each of DeepSpeed's autograd functions was:
+    autograd adds the gradients of one tensor up in the order of its nodes.
     """
     model, offload = engine.module, engine.optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()
@@ -46,12 +49,22 @@ def fetch_at_once(engine: Any) -> None:
     for parameter in model.parameters():
         parameter.is_external_param = True  # which no hook lets go of, not even while the trace is recorded
     for module in inside:
-        if module._parameters:
-            module.register_forward_pre_hook(_fetch_missing)
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave)
 
 
-def _fetch_missing(module: nn.Module, inputs: Any) -> None:
+def _enter(module: nn.Module, inputs: Any) -> Any:
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     missing = [parameter for parameter in own if parameter.ds_status != ZeroParamStatus.AVAILABLE]
     if missing:
         missing[0].all_gather(missing)
+    return apply_to_tensors_only(_passed_on, inputs)
+
+
+def _leave(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return apply_to_tensors_only(_passed_on, output)
+
+
+def _passed_on(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor behind a node of the graph, where there is one."""
+    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor

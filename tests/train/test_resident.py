@@ -15,7 +15,6 @@ from tests.train.engines import Engines, request
 
 pytestmark = pytest.mark.train
 PERSISTENCE = "deepspeed.zero_optimization.stage3_param_persistence_threshold"
-SAME = {"rel": 1e-5}  # gradients of one activation are added up in another order
 
 
 def asked(engines: Engines, function: str, *overrides: str, at_once: bool, **case: Any) -> dict[str, Any]:
@@ -33,9 +32,8 @@ def test_it_trains_alike_and_only_the_model_as_a_whole_has_hooks(engines: Engine
     hooked = asked(engines, "train", *overrides, at_once=False, partitioned=False)
     at_once = asked(engines, "train", *overrides, at_once=True, partitioned=False)
     whole, inside = hooked["hooks"]
-    assert at_once["hooks"] == [whole, inside - 2 * hooked["inside"]]
-    assert at_once["losses"] == pytest.approx(hooked["losses"], **SAME)
-    assert at_once["norms"] == pytest.approx(hooked["norms"], **SAME)
+    assert at_once["hooks"] == [whole, inside - hooked["inside"]]  # one of ours for two of DeepSpeed's
+    assert at_once["losses"] == hooked["losses"] and at_once["norms"] == hooked["norms"]
     assert at_once["losses"][-1] != at_once["losses"][0] and all(at_once["whole"])
 
 
@@ -48,8 +46,7 @@ def test_what_is_partitioned_between_forward_and_backward_is_fetched_again(engin
 def test_a_module_inside_may_be_called_by_itself(engines: Engines) -> None:
     hooked = asked(engines, "called_alone", at_once=False)["found"]
     at_once = asked(engines, "called_alone", at_once=True)["found"]
-    assert at_once[0] == hooked[0]
-    assert at_once[1] == pytest.approx(hooked[1], **SAME) and at_once[1] != at_once[0]
+    assert at_once == hooked and at_once[1] != at_once[0]
 
 
 @pytest.mark.parametrize(
