@@ -14,7 +14,9 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from launcher.plan import Plan
-from recipes.shared import distributed
+from launcher.rundir import RunDir
+from recipes import pretrain
+from recipes.shared import distributed, loop
 from recipes.shared.engine import build_engine
 from recipes.shared.model import build_model
 from recipes.shared.resident import fetch_at_once, nothing_is_partitioned
@@ -68,6 +70,19 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     facts["hooks"], facts["inside"] = [hooks[0], sum(hooks[1:])], len(hooks) - 1
     facts["partitioned"] = not nothing_is_partitioned(engine)
     return facts
+
+
+def through_the_loop(case: dict[str, Any]) -> dict[str, Any]:
+    """A run as workers run it: the steps that were taken when the loop had the model fetched at once."""
+    taken: list[int] = []
+
+    def noted(engine: Any) -> None:
+        taken.append(engine.global_steps)
+        fetch_at_once(engine)
+
+    loop.fetch_at_once = noted
+    pretrain.run(Plan.from_json(case["plan"]), RunDir(case["run_dir"]))
+    return {"taken": taken}
 
 
 def called_alone(case: dict[str, Any]) -> dict[str, Any]:

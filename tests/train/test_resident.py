@@ -6,14 +6,18 @@ Must never compare with a curve that has no step of its own.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.rundir import RunDir
 from tests.plan.asking import planned
-from tests.train.engines import Engines, request
+from tests.train.engines import LLAMA, Engines, request
+from tests.train.running import losses
 
 pytestmark = pytest.mark.train
+LOOP = tuple(word for word in LLAMA if "vocab_size" not in word)  # the corpus is bytes
 PERSISTENCE = "deepspeed.zero_optimization.stage3_param_persistence_threshold"
 
 
@@ -47,6 +51,22 @@ def test_a_module_inside_may_be_called_by_itself(engines: Engines) -> None:
     hooked = asked(engines, "called_alone", at_once=False)["found"]
     at_once = asked(engines, "called_alone", at_once=True)["found"]
     assert at_once == hooked and at_once[1] != at_once[0]
+
+
+def test_the_loop_waits_for_the_audit_and_the_curve_is_the_same(engines: Engines, tmp_path: Path) -> None:
+    """Nothing partitioned: at once without an audit, after its steps with one; partitioned: never."""
+    curves = []
+    cases = [(["audit=off"], [0]), (["audit=warn", "audit.steps=2"], [2]), (["audit=off", f"{PERSISTENCE}=0"], [])]
+    for number, (overrides, taken) in enumerate(cases):
+        run = RunDir(tmp_path / str(number))
+        run.create()
+        plan = planned(*request("zero=stage3", "run.steps=5", "eval.samples=2", "eval.every=0", *overrides, base=LOOP))
+        case = {"plan": plan.to_json(), "run_dir": str(run.path)}
+        answer = engines.call("tests.train.resident_ranks:through_the_loop", plan.world_size, **case)
+        assert "error" not in answer, answer["error"] + answer["log"]
+        assert answer["taken"] == taken, overrides
+        curves.append(losses(run.path))
+    assert len(curves[0]) == 5 and curves[0] == curves[1] == curves[2]
 
 
 @pytest.mark.parametrize(
