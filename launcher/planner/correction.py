@@ -13,9 +13,10 @@ from launcher.plan import Plan
 from launcher.planner.hardware import KNOWN, VERSION
 from launcher.planner.movement import movement_of, outlined
 from launcher.planner.setup import Setup
+from launcher.planner.timing import peak_name
 
 TOLD_BY = 0.1  # share of a GPU's memory from which on a run tells how much of it goes to fragments
-LEAST = 1e-6  # of the utilisation that is looked for
+LEAST, MOST = 1e-6, 1e6  # of the utilisation that is looked for
 HALVINGS = 28  # to a millionth; each walks through a step
 
 
@@ -31,9 +32,7 @@ def correction(plan: Plan, result: dict[str, Any], date: str) -> dict[str, Any]:
     fragmented = fragmentation(measured)
     if fragmented is not None:
         numbers["fragmentation"] = fragmented
-    reached = utilisation(plan, numbers, step_s)
-    if reached is not None:
-        numbers["utilisation"] = reached
+    numbers |= computing(plan, numbers, step_s)
     rest = {name: value for name, value in measured.items() if name not in KNOWN and value is not None}
     memory = plan.estimate.memory
     planned = {} if memory is None else {moment.name: moment.total_bytes for moment in memory.moments}
@@ -55,13 +54,15 @@ def fragmentation(measured: dict[str, Any]) -> float | None:
     return float(max(0, reserved - allocated) / reserved)
 
 
-def utilisation(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> float | None:
-    """The share of its peak at which computing, beside all else that a plan estimates, takes `step_s`.
+def computing(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> dict[str, float]:
+    """`utilisation`: the share of its peak at which computing, beside all else that a plan estimates, takes `step_s`.
 
-    So that the plan of the same run estimates the time that it took. None where a plan would estimate none.
+    So that the plan of the same run estimates the time that it took. A step that computed faster than the product of
+    two matrices that was measured (bf16 on a CPU without its instructions may) has shown a higher peak: then that too.
+    Nothing where a plan would estimate no time.
     """
     if step_s is None or plan.estimate.parameters is None:
-        return None
+        return {}
     only: dict[str, Any] = {"file": None} | dict.fromkeys(KNOWN) | numbers
     section = dataclasses.replace(plan.config.hardware, **only)
     setup = Setup.of(plan.config, plan.deepspeed, plan.cluster)
@@ -72,10 +73,15 @@ def utilisation(plan: Plan, numbers: dict[str, Any], step_s: float | None) -> fl
         time = movement_of(profile, setup, config, plan.batch).time
         return None if time is None else time.step_s
 
-    if planned_s(1.0) is None:
-        return None
-    low, high = LEAST, 1.0
+    at_peak, without = planned_s(1.0), planned_s(MOST)
+    if at_peak is None or without is None:
+        return {}
+    if without > step_s:  # it is not computing that was faster than it was measured
+        return {"utilisation": 1.0}
+    low, high = (LEAST, 1.0) if at_peak <= step_s else (1.0, MOST)
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if (planned_s(middle) or 0.0) > step_s else (low, middle)
-    return high
+    if high <= 1.0:
+        return {"utilisation": high}
+    return {"utilisation": 1.0, peak_name(setup): numbers[peak_name(setup)] * high}

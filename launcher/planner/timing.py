@@ -75,11 +75,17 @@ def work_of(shapes: Shapes, samples: int, length: int, recomputed: bool, trained
     return Work(round(model), round(again))
 
 
+def peak_name(setup: Setup) -> str:
+    """The option of hardware that has the peak of a step's arithmetic."""
+    return "fp32_flops_per_s" if setup.weight == MASTER_BYTES else "bf16_flops_per_s"
+
+
 def time_of(
     work: Work, tokens: int, moves: Sequence[Move], links: dict[str, int], setup: Setup, share: int, on: HardwareSection
 ) -> StepTime | None:
     """The estimate, or None where a speed that it needs is not known. `share`: as in `links.links`."""
-    peak = on.fp32_flops_per_s if setup.weight == MASTER_BYTES else on.bf16_flops_per_s
+    peaks = {"fp32_flops_per_s": on.fp32_flops_per_s, "bf16_flops_per_s": on.bf16_flops_per_s}
+    peak = peaks[peak_name(setup)]
     if peak is None:
         return None
     compute = (work.model_flops + work.recomputed_flops) / setup.world_size / (peak * (on.utilisation or UTILISATION))

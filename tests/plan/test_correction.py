@@ -77,6 +77,22 @@ def test_a_plan_with_the_numbers_of_a_run_estimates_the_time_that_it_took(tmp_pa
     assert 0 < content["utilisation"] < 1
 
 
+def test_a_step_that_computed_faster_than_was_measured_has_shown_a_higher_peak(tmp_path: Path) -> None:
+    """bf16 on a CPU without its instructions: a large square product is a hundred times slower than a step's."""
+    content = corrected(9000.0, bf16_flops_per_s=4e12)
+    assert content["utilisation"] == 1.0
+    time = planned(*ASKED, *HERE, file_of(tmp_path, **content)).estimate.time
+    assert time is not None
+    assert time.tokens_per_s == pytest.approx(9000.0, rel=1e-6)
+    usual = corrected(9000.0)
+    assert content["bf16_flops_per_s"] == pytest.approx(usual["bf16_flops_per_s"] * usual["utilisation"], rel=1e-6)
+
+
+def test_a_step_faster_than_its_links_were_measured_leaves_the_peak_as_it_was() -> None:
+    content = corrected(9e9)
+    assert (content["utilisation"], content["bf16_flops_per_s"]) == (1.0, SPEEDS["bf16_flops_per_s"])
+
+
 def test_a_step_that_is_not_computing_leaves_a_higher_utilisation() -> None:
     """Of a step of equal length, the more goes to a slow link the faster was the rest."""
     fast, slow = corrected(6000.0), corrected(6000.0, node_bytes_per_s=100e9)
