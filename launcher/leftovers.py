@@ -12,10 +12,9 @@ from pathlib import Path
 from launcher.errors import Problem, UserError
 from launcher.onhost import end
 from launcher.plan import Plan
-from launcher.processes import start_time
 from launcher.recorded import recorded_plan
 from launcher.remote import Reach, run_script
-from launcher.rundir import RunDir, read_json, shared_memory_of
+from launcher.rundir import RunDir, read_json, shared_memory_of, start_time
 
 END = Path(end.__file__)
 END_TIMEOUT_S = 8.0

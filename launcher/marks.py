@@ -7,8 +7,7 @@ Must never ask another host: what ranks elsewhere left is in the shared folder t
 from __future__ import annotations
 
 from launcher.errors import Failure
-from launcher.processes import start_time
-from launcher.rundir import RunDir, read_json
+from launcher.rundir import RunDir, read_json, start_time
 
 
 def first_failure(run: RunDir, rank_hosts: list[str], local: bool) -> Failure | None:

@@ -250,3 +250,15 @@ def load_run(path: str | None) -> RunDir:
     if not run.exists:
         raise UserError(Problem("run.dir", path, "it holds no run (no plan.json)", "name the folder of a run"))
     return run
+
+
+def start_time(pid: int) -> str | None:
+    """When process `pid` of this machine was started, in clock ticks since boot; None when no such process lives.
+
+    A run folder notes processes by both: the number alone may be another's by now.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]

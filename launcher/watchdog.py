@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Failure
-from launcher.processes import start_time
-from launcher.rundir import RunDir, overwrite, read_json, try_write, write_text
+from launcher.rundir import RunDir, overwrite, read_json, start_time, try_write, write_text
 from launcher.schema import WatchSection
 
 BEAT_S = 1.0

@@ -13,9 +13,8 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
-from launcher.rundir import RunDir, overwrite
+from launcher.rundir import RunDir, overwrite, start_time
 
 POLL_S = 1.0
 BEAT_S = 2.0
@@ -111,15 +110,6 @@ class Launcher:
             self.seen, self.since, self.signs = text, time.monotonic(), 0
         self.signs += 1
         return self.signs > LAUNCHER_SIGNS and time.monotonic() - self.since > LAUNCHER_GONE_S
-
-
-def start_time(pid: int) -> str | None:
-    """When process `pid` of this machine was started, in clock ticks since boot; None when there is no live one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
 
 
 WATCH: Watch | None = None
